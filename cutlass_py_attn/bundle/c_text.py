@@ -6,7 +6,6 @@ filters `text` and `comment` keep each inside of its string or comment.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,10 @@ from typing import Any, Final
 from cutlass_py_attn import extras
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import split_kv
+from cutlass_py_attn.plan.expressions import Call, Expr, Name, Number, Operation, parse
 
 TEMPLATES: Final = Path(__file__).with_name("templates")
-_CHECKED: Final = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul"}  # C functions for integers
-_OPERATORS: Final[dict[type, str]] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Eq: "==", ast.GtE: ">=", ast.LtE: "<=", ast.Gt: ">",
-}  # fmt: skip
+_CHECKED: Final = {"+": "add", "-": "sub", "*": "mul"}  # C functions for integers
 _CANNOT_FAIL: Final = ("min", "max", "step")  # functions of rules that do not report a number that does not fit
 
 Json = Mapping[str, Any]
@@ -94,34 +91,31 @@ class Rules:
 
     def in_c(self, rule: str) -> str:
         """Returns the rule as a C expression without overflow."""
-        return self._term(ast.parse(rule, mode="eval").body).text
+        return self._term(parse(rule)).text
 
     def fails(self, rule: str) -> str:
         """Returns the C condition under which a call is refused: the rule is false, or a number does not fit."""
         found = self.in_c(rule)
         return f"!{found} || invalid" if "&invalid" in found else f"!{found}"
 
-    def _term(self, node: ast.expr) -> _Term:
-        match node:
-            case ast.Constant(value):
-                return _Term(repr(value), isinstance(value, float))
-            case ast.Name(name):
+    def _term(self, rule: Expr) -> _Term:
+        match rule:
+            case Number(value):
+                return _Term(repr(value) if value >= 0 else f"({value!r})", isinstance(value, float))
+            case Name(name):
                 return self._names[name]
-            case ast.UnaryOp(ast.USub(), ast.Constant() as constant):
-                term = self._term(constant)
-                return _Term(f"(-{term.text})", term.is_float)
-            case ast.BinOp(left, operator, right):
-                return self._binary(operator, self._term(left), self._term(right))
-            case ast.Compare(left, [operator], [right]):
-                a, b = self._term(left), self._term(right)
-                sides = (a.as_double, b.as_double) if a.is_float or b.is_float else (a.text, b.text)
-                return _Term(f"({sides[0]} {_OPERATORS[type(operator)]} {sides[1]})")
-            case ast.Call(ast.Name(name), arguments):
-                flag = [] if name in _CANNOT_FAIL else ["&invalid"]
-                return _Term(f"{self._prefix}_{name}({', '.join([*flag, *(self._term(it).text for it in arguments)])})")
-        raise ValueError(f"{ast.unparse(node)}: not part of the rule language")
+            case Call(function, arguments):
+                flag = [] if function in _CANNOT_FAIL else ["&invalid"]
+                passed = ", ".join([*flag, *(self._term(argument).text for argument in arguments)])
+                return _Term(f"{self._prefix}_{function}({passed})")
+            case Operation(symbol, left, right):
+                return self._operation(symbol, self._term(left), self._term(right))
+        raise TypeError(f"{rule!r}: no expression of C")
 
-    def _binary(self, operator: ast.operator, a: _Term, b: _Term) -> _Term:
-        if a.is_float or b.is_float:
-            return _Term(f"({a.as_double} {_OPERATORS[type(operator)]} {b.as_double})", True)
-        return _Term(f"{self._prefix}_{_CHECKED[type(operator)]}(&invalid, {a.text}, {b.text})")
+    def _operation(self, symbol: str, a: _Term, b: _Term) -> _Term:
+        is_comparison, is_float = symbol not in _CHECKED, a.is_float or b.is_float
+        if is_float:
+            return _Term(f"({a.as_double} {symbol} {b.as_double})", not is_comparison)
+        if is_comparison:
+            return _Term(f"({a.text} {symbol} {b.text})")
+        return _Term(f"{self._prefix}_{_CHECKED[symbol]}(&invalid, {a.text}, {b.text})")

@@ -20,8 +20,9 @@ from cutlass_py_attn.plan import decode, resources, sm90, tile_time
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.expressions import Expression
+from cutlass_py_attn.plan.expressions import ONE, Expr, Number, ceil_div, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
+from cutlass_py_attn.plan.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOKENS_K
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tiles import decode_tiles, sm90_tiles
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS, SPLIT_KV, STANDARD
@@ -30,8 +31,8 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.score_terms import registry
 
-ALWAYS: Final = "1"
-NEVER: Final = "0"
+ALWAYS: Final = ONE
+NEVER: Final = Number(0)
 _FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are tried
 
 
@@ -109,7 +110,7 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
     )
 
 
-def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expression:
+def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
     """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it.
 
     Never 1 for a kernel whose sizes no rule describes: the planner chooses it for the lengths of one problem.
@@ -117,9 +118,9 @@ def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expression:
     others: the other kernels with the same facts
     """
     if build.variant == MULTICAST:
-        return f"min(num_queries, num_keys) >= {sm90.MULTICAST_LENGTH}"
+        return minimum(NUM_QUERIES, NUM_KEYS) >= sm90.MULTICAST_LENGTH
     if build.variant == QUERY_HEADS:
-        return f"{sm90.QUERY_HEADS_WORK_TILES} * num_sms > {_key_tiles(build)} * num_heads_key"
+        return _key_tiles(build) * NUM_HEADS_KEY < sm90.QUERY_HEADS_WORK_TILES * NUM_SMS
     if build.variant == SPLIT_KV:
         in_parts = [other for other in others if other.variant == SPLIT_KV and other != build]
         return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
@@ -140,24 +141,23 @@ def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expression:
     batches = range(1, MAX_GRID_YZ)
     of_one = _first_tile(kind, changing, 1)
     limit = bisect_left(batches, True, key=lambda batch: _first_tile(kind, changing, batch + 1) != of_one) + 1
-    sequences = "batch * num_heads_key"
-    return (
-        f"({sequences} <= {limit}) * {_between(few, kind.most_rows)} + "
-        f"({sequences} > {limit}) * {_between(many, kind.most_rows)}"
-    )
+    sequences = BATCH * NUM_HEADS_KEY
+    of_few, of_many = _between(few, kind.most_rows), _between(many, kind.most_rows)
+    return (sequences <= limit) * of_few + (sequences > limit) * of_many
 
 
-def _between(rows: Sequence[int], most: int) -> Expression:
+def _between(rows: Sequence[int], most: int) -> Expr:
     """Returns the rule that is 1 for these numbers of query rows of a key head, which follow each other."""
     if not rows:
         return NEVER
-    return ALWAYS if len(rows) == most else f"(num_queries * group >= {rows[0]}) * (num_queries * group <= {rows[-1]})"
+    of_head = NUM_QUERIES * GROUP
+    return ALWAYS if len(rows) == most else (of_head >= rows[0]) * (of_head <= rows[-1])
 
 
-def _key_tiles(build: Build) -> Expression:
+def _key_tiles(build: Build) -> Expr:
     """Returns the key tiles of one head over the whole batch; num_keys is the length of the longest sequence."""
-    tiles = f"batch * ceil_div(num_keys, {build.tile_n})"
-    return f"min({tiles}, div(tokens_k, {build.tile_n}) + batch)" if build.has("varlen") else tiles
+    tiles = BATCH * ceil_div(NUM_KEYS, build.tile_n)
+    return minimum(tiles, TOKENS_K // build.tile_n + BATCH) if build.has("varlen") else tiles
 
 
 def _tile_of_long_sequences(build: Build) -> TileConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cutlass_py_attn.plan.expressions import Expr
+
 
 @dataclass(frozen=True, slots=True)
 class Input:
@@ -19,8 +21,8 @@ class Pointer:
     """An array in device memory. shape: rules; strides: names of inputs, or rules; alignment (bytes)."""
 
     dtype: str
-    shape: tuple[str, ...]
-    strides: tuple[str, ...]
+    shape: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
     alignment: int
     access: str  # read or write
     meaning: str

@@ -223,7 +223,7 @@ def _order(kernels: Sequence[Json], builds: Sequence[Build]) -> Iterator[tuple[i
     numbers = sorted(range(len(kernels)), key=lambda number: order_key(builds[number]))
     for family in dict.fromkeys(builds[number].family for number in numbers):
         of_family = [number for number in numbers if builds[number].family == family]
-        some = [number for number in of_family if kernels[number]["target"]["preferred_when"] != ALWAYS]
+        some = [number for number in of_family if kernels[number]["target"]["preferred_when"] != str(ALWAYS)]
         yield from ((number, True) for number in some)
         yield from ((number, False) for number in of_family if number not in some)
         yield from ((number, False) for number in some)

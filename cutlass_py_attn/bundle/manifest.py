@@ -16,6 +16,7 @@ from typing import Any, Final
 from cutlass_py_attn import __version__
 from cutlass_py_attn.artifact import Artifact, Kernel
 from cutlass_py_attn.bundle.dispatch import Facts, facts_of, preferred_when
+from cutlass_py_attn.bundle.inputs import Pointer
 from cutlass_py_attn.bundle.numbers import meaning
 from cutlass_py_attn.bundle.rules import (
     AnyProblem,
@@ -28,9 +29,10 @@ from cutlass_py_attn.bundle.rules import (
     to_json,
 )
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import abi, entry_points, expressions, launch_rules, planner
+from cutlass_py_attn.plan import abi, entry_points, launch_rules, planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.decode_smem import combine_bytes
+from cutlass_py_attn.plan.expressions import Expr, Number
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.plan.preconditions import Condition, mapped
 from cutlass_py_attn.problem.problem import Problem
@@ -76,7 +78,7 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
             "mask": build.mask,
             "features": list(features_of(problem)),
             "inputs": {key: dataclasses.asdict(item) for key, item in rules.inputs.items()},
-            "pointers": {key: dataclasses.asdict(item) for key, item in rules.pointers.items()},
+            "pointers": {key: _pointer(item) for key, item in rules.pointers.items()},
             "targets": [],
         })  # fmt: skip
         found["targets"].append(_target(target, rules, of_facts[facts_of(problem, build)]))
@@ -110,7 +112,7 @@ def _names_of(rules: Rules, num_sms: int) -> dict[str, float]:
     found: dict[str, float] = {name: item.value for name, item in rules.inputs.items()}
     found["num_sms"] = num_sms
     for name, rule in rules.definitions.items():
-        found[name] = expressions.evaluate(rule, found)
+        found[name] = rule.evaluate(found)
     return found
 
 
@@ -141,10 +143,12 @@ def _target(target: Target, rules: Rules, with_its_facts: Iterable[Build]) -> Js
         "ptx": f"{stem}.ptx",
         "abi": target.artifact.abi,
         "num_sms": target.num_sms,
-        "conditions": [{"rule": rule, "says": says} for rule, says in rules.conditions],
-        "definitions": [{"name": name, "rule": rule, "value": names[name]} for name, rule in rules.definitions.items()],
-        "limits": [{"rule": rule, "says": says} for rule, says in rules.limits],
-        "preferred_when": preferred_when(build, with_its_facts),
+        "conditions": [{"rule": str(rule), "says": says} for rule, says in rules.conditions],
+        "definitions": [
+            {"name": name, "rule": str(rule), "value": names[name]} for name, rule in rules.definitions.items()
+        ],
+        "limits": [{"rule": str(rule), "says": says} for rule, says in rules.limits],
+        "preferred_when": str(preferred_when(build, with_its_facts)),
         "struct": _struct(plan, rules, names),
         "workspace": _workspace(plan, rules, names),
         "launches": list(_launches(target, rules, names)),
@@ -167,7 +171,7 @@ def _expect_kernels(target: Target) -> None:
 
 def _expect(problem: AnyProblem, required: Sequence[Condition], names: Mapping[str, float]) -> None:
     """Raises NotSupported with every condition that does not hold."""
-    broken = [f"{direction_of(problem)}: {says}" for rule, says in required if not expressions.evaluate(rule, names)]
+    broken = [f"{direction_of(problem)}: {says}" for rule, says in required if not rule.evaluate(names)]
     if broken:
         raise NotSupported(list(dict.fromkeys(broken)))
 
@@ -180,13 +184,13 @@ def _struct(plan: Plan, rules: Rules, names: Mapping[str, float]) -> Json:
     rows = []
     for (name, kind), (_, offset, size) in zip(fields, abi.layout(fields), strict=True):
         array = _ON_DEVICE.get(name, "" if name in abi.SEED else name)
-        source: Json = {"rule": rules.fields.get(name, "0")}
         if array in rules.pointers:
-            source = {"pointer": array}
+            source: Json = {"pointer": array}
         elif name in scratch:
             source = {"workspace": name}
         else:
-            source["value"] = expressions.evaluate(source["rule"], names)
+            rule = rules.fields.get(name, Number(0))
+            source = {"rule": str(rule), "value": rule.evaluate(names)}
         rows.append({"name": name, "type": kind, "offset": offset, "bytes": size, "meaning": meaning(name), **source})
     return {"bytes": abi.numpy_struct(fields).itemsize, "fields": rows}
 
@@ -197,17 +201,17 @@ def _workspace(plan: Plan, rules: Rules, names: Mapping[str, float]) -> Json:
     planned = {part.name: part for part in space.buffers}
     parts = []
     for rule in rules.workspace:
-        is_there = bool(expressions.evaluate(rule.condition, names))
+        is_there = bool(rule.condition.evaluate(names))
         part = planned.get(rule.name)
-        _agree(rule.bytes, expressions.evaluate(rule.bytes, names) if is_there else None, part.bytes if part else None)
+        _agree(rule.bytes, rule.bytes.evaluate(names) if is_there else None, part.bytes if part else None)
         if part is not None:
             _agree(f"zeroing of {rule.name}", rule.is_zeroed, part.offset < space.zero_bytes)
         parts.append({
             "name": rule.name,
             "meaning": meaning(rule.name),
-            "when": rule.condition,
+            "when": str(rule.condition),
             "bytes": part.bytes if part else 0,
-            "bytes_rule": rule.bytes,
+            "bytes_rule": str(rule.bytes),
             "offset": part.offset if part else 0,
             "zeroed": rule.is_zeroed,
         })  # fmt: skip
@@ -226,15 +230,15 @@ def _launches(target: Target, rules: Rules, names: Mapping[str, float]) -> Itera
         when, grid_rules = launch_rules.launch_condition(build, role), rules.grids[role]
         launch = planned.get(symbol) or _not_launched(build, role, symbol)
         if symbol in planned:
-            _agree(", ".join(grid_rules), tuple(expressions.evaluate(rule, names) for rule in grid_rules), launch.grid)
-        _agree(when, bool(expressions.evaluate(when, names)), symbol in planned)
+            _agree(", ".join(map(str, grid_rules)), tuple(rule.evaluate(names) for rule in grid_rules), launch.grid)
+        _agree(when, bool(when.evaluate(names)), symbol in planned)
         kernel = target.artifact.kernel(symbol)
         yield {
             "role": role,
             "symbol": symbol,
-            "when": when,
+            "when": str(when),
             "grid": list(launch.grid),
-            "grid_rules": list(grid_rules),
+            "grid_rules": _texts(grid_rules),
             "block": list(launch.block),
             "cluster": [launch.cluster, 1, 1],
             "dependent": launch.is_dependent,
@@ -283,17 +287,17 @@ def _tensor_map(problem: AnyProblem, build: Build, name: str, recipe: TensorMap,
     box = tensor_map_box(problem, build, name, recipe.box)
     planned_numbers = *recipe.sizes, *recipe.strides, *recipe.box
     for rule, planned in zip((*sizes, *strides, *box), planned_numbers, strict=True):
-        _agree(rule, expressions.evaluate(rule, names), planned)
+        _agree(rule, rule.evaluate(names), planned)
     return {
         "pointer": recipe.field,
         "dtype": "uint8" if problem.dtype == FLOAT8 else problem.dtype,
         "item_bytes": OPERAND_BYTES[problem.dtype],
         "sizes": list(recipe.sizes),
-        "size_rules": list(sizes),
+        "size_rules": _texts(sizes),
         "strides": list(recipe.strides),
-        "stride_rules": list(strides),
+        "stride_rules": _texts(strides),
         "box": list(recipe.box),
-        "box_rules": list(box),
+        "box_rules": _texts(box),
         "element_strides": [1] * len(recipe.sizes),
         "interleave": "NONE",
         "swizzle": f"{recipe.swizzle_bytes}B" if recipe.swizzle_bytes else "NONE",
@@ -302,7 +306,18 @@ def _tensor_map(problem: AnyProblem, build: Build, name: str, recipe: TensorMap,
     }
 
 
-def _agree(rule: str, found: object, planned: object) -> None:
+def _pointer(pointer: Pointer) -> Json:
+    fields = {item.name: getattr(pointer, item.name) for item in dataclasses.fields(pointer)}
+    return {**fields, "shape": _texts(pointer.shape), "strides": _texts(pointer.strides)}
+
+
+def _texts(rules: Iterable[Expr]) -> list[str]:
+    return list(map(str, rules))
+
+
+def _agree(rule: Expr | str, found: object, planned: object) -> None:
     """Raises Stale if a rule does not give the plan's number."""
     if found != planned:
-        raise Stale(f"rule {rule!r} gives {found}, the plan has {planned}: update the rules of bundles to the planner")
+        raise Stale(
+            f"rule {str(rule)!r} gives {found}, the plan has {planned}: update the rules of bundles to the planner"
+        )

@@ -7,6 +7,8 @@ from typing import Final
 from cutlass_py_attn.bundle.inputs import Input, Pointer
 from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, contiguous_strides, round_up
+from cutlass_py_attn.plan.names import BATCH, MAX_PAGES, NUM_HEADS, NUM_HEADS_KEY, NUM_QUERIES
 from cutlass_py_attn.plan.preconditions import EDGES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, TILE, granularity
@@ -97,7 +99,7 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     if problem.pages is not None:
         found["page_table_row"] = Input("i64", int(given["page_table_row"]), meaning("page_table_row"))
     for name in problem.scales:
-        for axis in (axis for axis in _scale_axes(problem, name)[1] if axis != "1"):
+        for axis in (axis.name for axis in _scale_axes(problem, name)[1] if isinstance(axis, Name)):
             found[axis] = Input("i64", int(given[axis]), meaning(axis))
     terms = registry.present(problem)
     for field in (term.vector.batch_field for term in terms if term.vector is not None):
@@ -127,9 +129,9 @@ def pointers(problem: Problem) -> dict[str, Pointer]:
     found = {}
     needed = params.alignments(problem)
     for name, tensor in problem.tensors().items():
-        strides = tuple(_strides(problem, name))
+        strides: tuple[Expr, ...] = tuple(map(Name, _strides(problem, name)))
         if name not in (*BIASES, "grad_output"):
-            strides = (*strides[:3], "1")
+            strides = (*strides[:3], ONE)
         found[name] = Pointer(
             tensor.dtype,
             launch_rules.shape(problem, name),
@@ -138,9 +140,8 @@ def pointers(problem: Problem) -> dict[str, Pointer]:
             _access(problem, name),
             meaning(name),
         )
-    rows = f"round_up(num_queries, {LSE_PADDING})"
-    steps = f"num_heads * {rows}", rows, "1"
-    sizes_of_rows = "batch", "num_heads", rows
+    sizes_of_rows = BATCH, NUM_HEADS, round_up(NUM_QUERIES, LSE_PADDING)
+    steps = contiguous_strides(sizes_of_rows)
     found["logsumexp"] = Pointer("float32", sizes_of_rows, steps, needed["logsumexp"],
                                  _access(problem, "logsumexp"), meaning("logsumexp"))  # fmt: skip
     for name, tensor in problem.vectors().items():
@@ -152,40 +153,40 @@ def pointers(problem: Problem) -> dict[str, Pointer]:
 
 
 def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
-    shapes: dict[str, tuple[str, ...]] = {
-        "cu_seqlens_q": ("batch + 1",),
-        "cu_seqlens_k": ("batch + 1",),
-        "seqused_k": ("batch",),
-        "page_indptr": ("batch + 1",),
-        "page_table": ("batch", "max_pages")[-len(tensor.shape) :],
+    shapes: dict[str, tuple[Expr, ...]] = {
+        "cu_seqlens_q": (BATCH + 1,),
+        "cu_seqlens_k": (BATCH + 1,),
+        "seqused_k": (BATCH,),
+        "page_indptr": (BATCH + 1,),
+        "page_table": (BATCH, MAX_PAGES)[-len(tensor.shape) :],
     }
-    shapes |= dict.fromkeys(abi.SEED, ("1",))
-    strides: tuple[str, ...] = ("page_table_row", "1")[-len(tensor.shape) :] if name == "page_table" else ("1",)
+    shapes |= dict.fromkeys(abi.SEED, (ONE,))
+    strides: tuple[Expr, ...] = (Name("page_table_row"), ONE)[-len(tensor.shape) :] if name == "page_table" else (ONE,)
     meanings = _VECTORS
     if name in SCALES:
         shapes[name], strides = _scale_axes(problem, name)
     for term in registry.present(problem):
         if term.vector is not None and name in term.vectors(problem):
-            shapes[name] = term.vector.axes_of(len(tensor.shape))
-            strides = (term.vector.batch_field, "1")[-len(tensor.shape) :]
+            shapes[name] = tuple(map(Name, term.vector.axes_of(len(tensor.shape))))
+            strides = (Name(term.vector.batch_field), ONE)[-len(tensor.shape) :]
             meanings = {**_VECTORS, name: meaning(name)}
     return Pointer(tensor.dtype, shapes[name], strides, tensor.alignment, _access(problem, name), meanings[name])
 
 
-def _scale_axes(problem: Problem, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the shape of a scale of e4m3 codes, and the names of the inputs that are its strides; "1" for one."""
+def _scale_axes(problem: Problem, name: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+    """Returns the shape of a scale of e4m3 codes, and the names of the inputs that are its strides; 1 for one."""
     grain = granularity(problem.scales[name])
     if grain == TENSOR:
-        return ("1",), ("1",)
+        return (ONE,), (ONE,)
     rows, first = launch_rules.shape(problem, "key")[:-1], launch_rules.batch_axis(problem, "key")
     sizes = {
-        HEAD: ("num_heads_key",),
-        BATCH_HEAD: ("batch", "num_heads_key"),
+        HEAD: (NUM_HEADS_KEY,),
+        BATCH_HEAD: (BATCH, NUM_HEADS_KEY),
         ROW: rows,
-        TILE: (*rows, str(problem.scales[name].shape[-1])),
+        TILE: (*rows, Number(problem.scales[name].shape[-1])),
     }[grain]
     axes = (first, "row", "head", "tile")[: len(sizes)] if grain in (ROW, TILE) else ("batch", "head")[-len(sizes) :]
-    return sizes, tuple(f"{name}_{axis}" for axis in axes)
+    return sizes, tuple(Name(f"{name}_{axis}") for axis in axes)
 
 
 def _access(problem: Problem, name: str) -> str:

@@ -9,6 +9,8 @@ from cutlass_py_attn.bundle.inputs import Input, Pointer
 from cutlass_py_attn.bundle.row_rules import RowProblem
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.expressions import ONE, Expr, contiguous_strides, round_up
+from cutlass_py_attn.plan.names import BATCH, NUM_HEADS, NUM_QUERIES, TOKENS_K
 from cutlass_py_attn.problem.append import SCALES, AppendProblem
 from cutlass_py_attn.problem.tensors import LSE_PADDING, Tensor
 
@@ -47,8 +49,8 @@ def inputs(problem: RowProblem) -> dict[str, Input]:
         if name in row_rules.shapes(problem):
             names = row_rules.stride_names(problem, name)
             for stride, step in zip(names, _steps(name, tensor, len(names)), strict=True):
-                axis = stride.rpartition("_")[2]
-                found[stride] = Input("i64", step, f"elements from one {axis} of {name} to the next")
+                axis = stride.name.rpartition("_")[2]
+                found[stride.name] = Input("i64", step, f"elements from one {axis} of {name} to the next")
     return found
 
 
@@ -64,19 +66,19 @@ def pointers(problem: RowProblem, build: Build) -> dict[str, Pointer]:
     shapes = row_rules.shapes(problem)
     written = problem.outputs if isinstance(problem, AppendProblem) else ("output", "logsumexp")
     if isinstance(problem, AppendProblem):
-        others: dict[str, tuple[str, tuple[str, ...]]] = {"slots": ("int64", ("tokens_k",))}
+        others: dict[str, tuple[str, tuple[Expr, ...]]] = {"slots": ("int64", (TOKENS_K,))}
     else:
-        rows = "batch", "num_heads", f"round_up(num_queries, {LSE_PADDING})"
+        rows = BATCH, NUM_HEADS, round_up(NUM_QUERIES, LSE_PADDING)
         others = dict.fromkeys(("logsumexp_a", "logsumexp_b", "logsumexp"), ("float32", rows))
-        others |= {"cu_seqlens_q": ("int32", ("batch + 1",))} if problem.is_packed else {}
+        others |= {"cu_seqlens_q": ("int32", (BATCH + 1,))} if problem.is_packed else {}
     found = {}
     for name, alignment in alignments.items():
         access = "write" if name in written else "read"
         if name in others:
             dtype, shape = others[name]
-            strides = tuple(" * ".join(shape[axis + 1 :]) or "1" for axis in range(len(shape)))
+            strides = contiguous_strides(shape)
         else:
             dtype, shape = problem.tensors()[name].dtype, shapes[name]
-            strides = (*row_rules.stride_names(problem, name), "1")[: len(shape)]
+            strides = (*row_rules.stride_names(problem, name), ONE)[: len(shape)]
         found[name] = Pointer(dtype, shape, strides, alignment, access, _POINTERS[name])
     return found

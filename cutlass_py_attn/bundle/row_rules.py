@@ -11,10 +11,21 @@ What `launch_rules` and `preconditions` are for attention. The names are those o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import Expression
+from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, call, step
+from cutlass_py_attn.plan.names import (
+    BATCH,
+    NUM_HEADS,
+    NUM_HEADS_KEY,
+    NUM_PAGES,
+    NUM_QUERIES,
+    PAGE_SIZE,
+    TOKENS_K,
+    TOKENS_Q,
+)
 from cutlass_py_attn.plan.preconditions import Condition
 from cutlass_py_attn.problem import append, merge
 from cutlass_py_attn.problem.append import (
@@ -39,7 +50,7 @@ _FEATURES: Final[dict[str, tuple[str, ...]]] = {
     TILE_SCALES: ("e4m3_cache", "tile_scales"),
 }
 _PAGE_AXES: Final = ("page", "row", "head")
-_PAGE_SIZES: Final = ("num_pages", "page_size", "num_heads_key")
+_PAGE_SIZES: Final = (NUM_PAGES, PAGE_SIZE, NUM_HEADS_KEY)
 
 
 def direction_of(problem: RowProblem) -> str:
@@ -78,54 +89,54 @@ def sizes(problem: RowProblem) -> dict[str, int]:
     }
 
 
-def shapes(problem: RowProblem) -> dict[str, tuple[Expression, ...]]:
+def shapes(problem: RowProblem) -> dict[str, tuple[Expr, ...]]:
     """Returns the sizes of each array of rows by its name, columns last.
 
     Scales of an e4m3 cache have one column, or the tiles of a row as columns.
     """
     if isinstance(problem, AppendProblem):
-        columns = {"key": str(problem.key.shape[2]), "value": str(problem.value.shape[2])}
-        rows = {name: ("tokens_k", "num_heads_key", columns[name]) for name in ("key", "value")}
+        columns = {"key": Number(problem.key.shape[2]), "value": Number(problem.value.shape[2])}
+        rows = {name: (TOKENS_K, NUM_HEADS_KEY, columns[name]) for name in ("key", "value")}
         pools = {name: (*_PAGE_SIZES, columns[name.removesuffix("_cache")]) for name in CACHES}
-        tiles = str(problem.key_scale.shape[-1]) if problem.key_scale and problem.scales == TILE_SCALES else "1"
+        tiles = Number(problem.key_scale.shape[-1]) if problem.key_scale and problem.scales == TILE_SCALES else ONE
         return {**rows, **pools, **{name: (*_PAGE_SIZES, tiles) for name in SCALES if name in problem.tensors()}}
-    outer = ("1", "tokens_q") if problem.is_packed else ("batch", "num_queries")
-    return dict.fromkeys(OUTPUTS, (*outer, "num_heads", str(problem.output.shape[3])))
+    outer = (ONE, TOKENS_Q) if problem.is_packed else (BATCH, NUM_QUERIES)
+    return dict.fromkeys(OUTPUTS, (*outer, NUM_HEADS, Number(problem.output.shape[3])))
 
 
-def stride_names(problem: RowProblem, name: str) -> tuple[str, ...]:
+def stride_names(problem: RowProblem, name: str) -> tuple[Name, ...]:
     """Returns the names of an array's strides, without that of contiguous columns."""
     if isinstance(problem, MergeProblem):
         axes: tuple[str, ...] = ("batch", "row", "head")
     else:
         axes = _PAGE_AXES if name in (*CACHES, *SCALES) else ("row", "head")
         axes += ("tile",) if name in SCALES and problem.scales == TILE_SCALES else ()
-    return tuple(f"{name}_{axis}" for axis in axes)
+    return tuple(Name(f"{name}_{axis}") for axis in axes)
 
 
-def definitions(problem: RowProblem) -> dict[str, Expression]:
+def definitions(problem: RowProblem) -> dict[str, Expr]:
     """Returns numbers that grids and struct fields name, in terms of the sizes."""
     if isinstance(problem, AppendProblem):
-        return {"num_rows": "tokens_k * num_heads_key", "num_slots": "num_pages * page_size"}
-    return {"num_rows": "batch * num_queries * num_heads"}
+        return {"num_rows": TOKENS_K * NUM_HEADS_KEY, "num_slots": NUM_PAGES * PAGE_SIZE}
+    return {"num_rows": BATCH * NUM_QUERIES * NUM_HEADS}
 
 
 def conditions(problem: RowProblem, build: Build) -> list[Condition]:
     """Returns every condition on sizes and strides; each expression is 1 (true) for the planned problem."""
-    found = [(f"{name} >= 1", f"{name} must be at least 1; with none there is nothing to launch")
+    found = [(Name(name) >= 1, f"{name} must be at least 1; with none there is nothing to launch")
              for name in sizes(problem)]  # fmt: skip
     if isinstance(problem, MergeProblem) and problem.is_packed:
         says = "num_queries, of the longest sequence, must be at most tokens_q"
-        found += [("num_queries <= tokens_q", says), (f"tokens_q <= {merge.MAX_ROWS}", _most("tokens_q"))]
+        found += [(NUM_QUERIES <= TOKENS_Q, says), (TOKENS_Q <= merge.MAX_ROWS, _most("tokens_q"))]
     return [*found, *_strides(problem, build), *_overlaps(problem)]
 
 
 def limits(problem: RowProblem) -> list[Condition]:
     """Returns every condition on the definitions."""
-    found = [(f"num_rows <= {append.MAX_ROWS}", _most("num_rows"))]
+    found = [(Name("num_rows") <= append.MAX_ROWS, _most("num_rows"))]
     if isinstance(problem, AppendProblem):
         says = f"num_pages * page_size must be at most {append.MAX_SLOTS}; use several caches"
-        found.append((f"num_slots <= {append.MAX_SLOTS}", says))
+        found.append((Name("num_slots") <= append.MAX_SLOTS, says))
     return found
 
 
@@ -139,13 +150,13 @@ def _strides(problem: RowProblem, build: Build) -> Iterator[Condition]:
     for name, shape in shapes(problem).items():
         for size, stride in zip(shape, stride_names(problem, name), strict=False):
             if unit > 1 and name not in SCALES:
-                yield f"mod(step({size}, {stride}, 0), {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
+                yield (step(size, stride, 0) % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
 
 
 def _overlaps(problem: RowProblem) -> Iterator[Condition]:
     """No two indices of an array that is written have the same element."""
     for name in problem.outputs if isinstance(problem, AppendProblem) else ("output",):
-        strides = (*stride_names(problem, name), "1")
-        pairs = (f"{size}, {stride}" for size, stride in zip(shapes(problem)[name], strides, strict=False))
+        strides = (*stride_names(problem, name), ONE)
+        pairs = chain.from_iterable(zip(shapes(problem)[name], strides, strict=False))
         says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
-        yield f"distinct({', '.join(pairs)}) == 1", says
+        yield call("distinct", *pairs).equals(1), says

@@ -13,9 +13,10 @@ from cutlass_py_attn.plan import entry_points, launch_rules, planner, preconditi
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.expressions import Expr, Grid, Name, Number, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_INT32, BufferRule
 from cutlass_py_attn.plan.merge import plan_merge
+from cutlass_py_attn.plan.names import PAGE_SIZE, TABLE_ENTRIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
 from cutlass_py_attn.plan.sm90_smem import RAGGED_STRIDE_BYTES, most_box_rows
@@ -46,8 +47,8 @@ class Rules:
     pointers: dict[str, Pointer]
     conditions: list[Condition]
     limits: list[Condition]
-    definitions: dict[str, Expression]
-    fields: Mapping[str, Expression]
+    definitions: dict[str, Expr]
+    fields: Mapping[str, Expr]
     grids: dict[str, Grid]
     workspace: tuple[BufferRule, ...]
 
@@ -74,7 +75,7 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
         row_rules.conditions(problem, build),
         row_rules.limits(problem),
         defined,
-        {name: name for name in (*given, *defined)},
+        {name: Name(name) for name in (*given, *defined)},
         launch_rules.grids(build),
         (),
     )
@@ -84,7 +85,7 @@ def _narrow(problem: Problem) -> Iterator[Condition]:
     """What the planner refuses because a field of the struct does not hold it."""
     if problem.pages is not None:
         says = f"table_entries must be at most {MAX_INT32}; call once for each slice"
-        yield f"table_entries <= {MAX_INT32}", says
+        yield TABLE_ENTRIES <= MAX_INT32, says
 
 
 def _ragged_maps(problem: Problem, build: Build) -> Iterator[Condition]:
@@ -94,18 +95,18 @@ def _ragged_maps(problem: Problem, build: Build) -> Iterator[Condition]:
         if len(sizes) == 5:
             row = f"{entry_points.mapped_field(name)}_row"
             most = RAGGED_STRIDE_BYTES // build.item_bytes
-            yield f"{strides[-1]} > 0", f"{row} must be less than {most} elements: a tensor map has 2^30 such rows"
+            yield strides[-1] > 0, f"{row} must be less than {most} elements: a tensor map has 2^30 such rows"
 
 
-def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]) -> tuple[Expression, ...]:
+def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]) -> tuple[Expr, ...]:
     """Returns the box of an operand's tensor map: the plan's, with at most the rows of a page if it maps a pool.
 
     That of key_rope has as many rows with pages of any size.
     """
     if name == KEY_ROPE or launch_rules.batch_axis(problem, entry_points.mapped_field(name)) != "page":
-        return tuple(map(str, box))
+        return tuple(map(Number, box))
     columns, _, *others = box
-    return str(columns), f"min(page_size, {most_box_rows(build)})", *map(str, others)
+    return Number(columns), minimum(PAGE_SIZE, most_box_rows(build)), *map(Number, others)
 
 
 def direction_of(problem: AnyProblem) -> str:

@@ -118,7 +118,7 @@ def _resources(subject: InspectedKernel, entry: Kernel) -> Json:
 def _launch(subject: InspectedKernel, entry: Kernel) -> Json:
     build = subject.artifact.build
     cluster_size = build.body.cluster if entry.symbol == entry_points.entries(build).get("main") else 1
-    grid = list(launch_rules.grid(build, entry.symbol))
+    grid = list(map(str, launch_rules.grid(build, entry.symbol)))
     return {"kernel": entry.symbol, "block": [entry.threads, 1, 1], "cluster": [cluster_size, 1, 1], "grid": grid}
 
 

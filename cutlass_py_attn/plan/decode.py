@@ -9,7 +9,17 @@ from cutlass_py_attn.integers import log2
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, team_warps
-from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, Number, call, ceil_div, maximum, minimum
+from cutlass_py_attn.plan.names import (
+    BATCH,
+    GROUP,
+    NUM_HEADS,
+    NUM_HEADS_KEY,
+    NUM_KEYS,
+    NUM_QUERIES,
+    NUM_SMS,
+    NUM_SPLITS_KEY,
+)
 from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM
 from cutlass_py_attn.plan.variants import MLA, PERSISTENT, STANDARD, VARIANTS
 from cutlass_py_attn.problem.problem import Problem
@@ -27,6 +37,8 @@ LEAST_KEYS: Final = (
 FIXED_CHUNK: Final = 1024  # keys of a chunk whose partial results no other sequence changes
 ALIGNED_TEAMS: Final = 1, 16  # of so many teams of variant mla, how many may idle so that the others have whole groups
 THREAD_REGISTERS: Final = 192  # that a thread of the persistent kernel has at most in most builds
+# Numbers of the persistent kernel's schedule that others name.
+_ROWS, _TEAM_ROWS, _NUM_TEAMS, _FIXED_CHUNKS = Name("rows"), Name("team_rows"), Name("num_teams"), Name("fixed_chunks")
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -75,15 +87,15 @@ def with_warps(build: Build) -> Build:
     return replace(build, warps_scores=(rows, build.warps // rows))
 
 
-def row_tiles(build: Build) -> Expression:
+def row_tiles(build: Build) -> Expr:
     """Returns the tiles of the query rows of one key head."""
-    return f"ceil_div(num_queries * group, {build.tile_m})"
+    return ceil_div(NUM_QUERIES * GROUP, build.tile_m)
 
 
-def num_splits_key(build: Build) -> Expression:
+def num_splits_key(build: Build) -> Expr:
     """Returns the blocks that share the keys of the same query rows, see split_kv.py."""
-    row_blocks = f"{row_tiles(build)} * num_heads_key * batch"
-    return f"fewest_splits({row_blocks}, ceil_div(num_keys, {build.tile_n}), num_sms)"
+    row_blocks = row_tiles(build) * NUM_HEADS_KEY * BATCH
+    return call("fewest_splits", row_blocks, ceil_div(NUM_KEYS, build.tile_n), NUM_SMS)
 
 
 def blocks_per_sm(build: Build) -> int:
@@ -94,7 +106,7 @@ def blocks_per_sm(build: Build) -> int:
     return max(min(by_memory, limits.registers_per_sm // (build.threads * THREAD_REGISTERS)), 1)
 
 
-def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
+def schedule(problem: Problem, build: Build) -> dict[str, Expr]:
     """Returns the numbers of the persistent kernel's schedule, kernels/decode/chunk_schedule.py.
 
     rows: tiles of query rows of all key heads of a sequence. team_rows: the largest power of two up to 8 that divides
@@ -104,59 +116,65 @@ def schedule(problem: Problem, build: Build) -> dict[str, Expression]:
     is_fixed = problem.pages is not None and problem.pages.invariant
     chunk_tiles = 1 << log2(max(FIXED_CHUNK // build.tile_n, 1)) if is_fixed else 1
     least = 1 if is_fixed else max(LEAST_KEYS // build.tile_n, 1)
-    of_row = f"ceil_div(num_keys, {chunk_tiles * build.tile_n}) + 1"
+    of_row = ceil_div(NUM_KEYS, chunk_tiles * build.tile_n) + 1
     return {
-        "chunk_tiles": str(chunk_tiles),
-        "least_chunks": str(least),
-        "fixed_chunks": str(int(is_fixed)),
-        "rows": f"{row_tiles(build)} * num_heads_key",
-        "team_rows": " + ".join(["1", *(f"(mod(rows, {width}) == 0) * {width // 2}" for width in TEAM_ROWS)]),
-        "chunks": f"div(rows, team_rows) * batch * ({of_row})",
+        "chunk_tiles": Number(chunk_tiles),
+        "least_chunks": Number(least),
+        "fixed_chunks": Number(int(is_fixed)),
+        "rows": row_tiles(build) * NUM_HEADS_KEY,
+        "team_rows": sum(((_ROWS % width).equals(0) * (width // 2) for width in TEAM_ROWS), start=ONE),
+        "chunks": _ROWS // _TEAM_ROWS * BATCH * of_row,
         **_num_teams(build),
-        "num_blocks": "num_teams * team_rows",
+        "num_blocks": _NUM_TEAMS * _TEAM_ROWS,
     }
 
 
-def _num_teams(build: Build) -> dict[str, Expression]:
+def _num_teams(build: Build) -> dict[str, Expr]:
     """Returns the number of teams that share the chunks, and in variant mla what it follows from.
 
     Teams of variant mla are as many as share whole groups of rows, if hardly any block idles then: sequences of one
     length have no partial results, which are 128 KiB for each cut of a tile of rows.
     """
-    most = f"div(num_sms * {blocks_per_sm(build)}, team_rows)"
+    most = NUM_SMS * blocks_per_sm(build) // _TEAM_ROWS
+    least_teams = ceil_div(Name("chunks"), Name("least_chunks"))
     if build.variant != MLA:
-        return {"num_teams": f"max(min({most}, ceil_div(chunks, least_chunks)), 1)"}
+        return {"num_teams": maximum(minimum(most, least_teams), 1)}
     idle, every = ALIGNED_TEAMS
-    is_even = f"(mod(groups, rounds) == 0) * ({every} * div(groups, rounds) >= {every - idle} * most_teams)"
+    groups, rounds, most_teams = Name("groups"), Name("rounds"), Name("most_teams")
+    is_even = (groups % rounds).equals(0) * (every * (groups // rounds) >= (every - idle) * most_teams)
     return {
-        "most_teams": f"max({most}, 1)",
-        "groups": "div(rows, team_rows) * batch",
-        "rounds": "max(ceil_div(groups, most_teams), 1)",
-        "even_teams": f"most_teams + {is_even} * (div(groups, rounds) - most_teams)",
-        "num_teams": "max(min(even_teams, ceil_div(chunks, least_chunks)), 1)",
+        "most_teams": maximum(most, 1),
+        "groups": _ROWS // _TEAM_ROWS * BATCH,
+        "rounds": maximum(ceil_div(groups, most_teams), 1),
+        "even_teams": most_teams + is_even * (groups // rounds - most_teams),
+        "num_teams": maximum(minimum(Name("even_teams"), least_teams), 1),
     }
 
 
 def combine_grid(build: Build) -> Grid:
     """Returns the grid of the combine kernel: a block for each row of the output, or for each that a team may cut."""
     if not build.shares_chunks:
-        return "num_queries", "num_heads", "batch"
-    of_team = f"min(num_queries * group, {build.tile_m})", "team_rows", "num_teams"
-    of_output = "num_queries", "num_heads", "batch"
-    x, y, z = (
-        f"fixed_chunks * {size} + (1 - fixed_chunks) * {other}" for size, other in zip(of_output, of_team, strict=True)
+        return NUM_QUERIES, NUM_HEADS, BATCH
+    return (
+        _by_chunks(NUM_QUERIES, minimum(NUM_QUERIES * GROUP, build.tile_m)),
+        _by_chunks(NUM_HEADS, _TEAM_ROWS),
+        _by_chunks(BATCH, _NUM_TEAMS),
     )
-    return x, y, z
+
+
+def _by_chunks(fixed: Expr, shared: Expr) -> Expr:
+    """Returns the first number with fixed chunks, the second with those that teams share."""
+    return _FIXED_CHUNKS * fixed + (1 - _FIXED_CHUNKS) * shared
 
 
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel."""
     if build.shares_chunks:
-        return "num_blocks", "1", "1"
-    return f"{row_tiles(build)} * num_splits_key", "num_heads_key", "batch"
+        return Name("num_blocks"), ONE, ONE
+    return row_tiles(build) * NUM_SPLITS_KEY, NUM_HEADS_KEY, BATCH
 
 
-def workspace(build: Build) -> dict[str, Expression]:
+def workspace(build: Build) -> dict[str, Expr]:
     """Returns the bytes of each workspace buffer of a plan with several splits.
 
     partial_output: (splits, columns_value) float32 per query row
@@ -166,17 +184,16 @@ def workspace(build: Build) -> dict[str, Expression]:
     schedule: int32, where the start of each team cuts a row; with fixed chunks those before each sequence
     """
     if build.shares_chunks:
-        slots = f"(fixed_chunks * chunks + (1 - fixed_chunks) * 2 * num_teams) * team_rows * {build.tile_m}"
+        of_teams = (1 - _FIXED_CHUNKS) * 2 * _NUM_TEAMS
+        slots = (_FIXED_CHUNKS * Name("chunks") + of_teams) * _TEAM_ROWS * build.tile_m
+        cuts = _FIXED_CHUNKS * (BATCH + 1) + (1 - _FIXED_CHUNKS) * _NUM_TEAMS * CUT_WORDS
         return {
-            "partial_output": f"{slots} * {build.columns_value * F32_BYTES}",
-            "partial_logsumexp": f"{slots} * {F32_BYTES}",
-            "schedule": f"(fixed_chunks * (batch + 1) + (1 - fixed_chunks) * num_teams * {CUT_WORDS}) * {WORD_BYTES}",
+            "partial_output": slots * (build.columns_value * F32_BYTES),
+            "partial_logsumexp": slots * F32_BYTES,
+            "schedule": cuts * WORD_BYTES,
         }
-    rows = "batch * num_heads * num_queries * num_splits_key"
-    return {
-        "partial_output": f"{rows} * {build.columns_value * F32_BYTES}",
-        "partial_logsumexp": f"{rows} * {F32_BYTES}",
-    }
+    rows = BATCH * NUM_HEADS * NUM_QUERIES * NUM_SPLITS_KEY
+    return {"partial_output": rows * (build.columns_value * F32_BYTES), "partial_logsumexp": rows * F32_BYTES}
 
 
 def reason(shape: Shape, build: Build, splits: int) -> str:

@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Final
 
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import Expression, Grid
+from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, ceil_div, maximum, minimum
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS
 from cutlass_py_attn.plan.grad_bias_smem import WGMMA_TILE, grad_bias_build, uses_wgmma
+from cutlass_py_attn.plan.names import BATCH, NUM_HEADS, NUM_KEYS, NUM_QUERIES, NUM_SMS
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LEAST_PART_PAIRS: Final = 4  # (batch, head) pairs of a part of a tile's sum, if blocks share tiles
-_SIZES: Final = {"b": "batch", "h": "num_heads"}
+_SIZES: Final = {"b": BATCH, "h": NUM_HEADS}
 
 
-def grad_bias_grid(build: Build, sizes: tuple[Expression, ...]) -> Grid:
+def grad_bias_grid(build: Build, sizes: tuple[Expr, ...]) -> Grid:
     """Returns the grid: a block for each tile of grad_bias, which has these sizes; of wgmma persistent blocks."""
     if uses_wgmma(build):
-        return f"max(min(num_sms, {_num_tiles(build)} * {num_splits(build)}), 1)", "1", "1"
+        return maximum(minimum(NUM_SMS, _num_tiles(build) * num_splits(build)), 1), ONE, ONE
     (batch, heads, queries, keys), own = sizes, grad_bias_build(build)
-    return f"ceil_div({queries}, {own.tile_m}) * ceil_div({keys}, {own.tile_n})", heads, batch
+    return ceil_div(queries, own.tile_m) * ceil_div(keys, own.tile_n), heads, batch
 
 
-def num_splits(build: Build) -> Expression:
+def num_splits(build: Build) -> Expr:
     """Returns how many blocks of the kernel of wgmma share the pairs of a tile, if tiles are fewer than SMs."""
-    pairs = " * ".join(_SIZES[axis] for axis in "bh" if axis in _summed(build)) or "1"
-    return f"max(min(div(num_sms, max({_num_tiles(build)}, 1)), div({pairs}, {LEAST_PART_PAIRS})), 1)"
+    summed = [_SIZES[axis] for axis in "bh" if axis in _summed(build)]
+    pairs = functools.reduce(operator.mul, summed) if summed else ONE
+    return maximum(minimum(NUM_SMS // maximum(_num_tiles(build), 1), pairs // LEAST_PART_PAIRS), 1)
 
 
-def parts_bytes(build: Build) -> dict[str, Expression]:
+def parts_bytes(build: Build) -> dict[str, Expr]:
     """Returns the bytes of what blocks that share tiles exchange: counts of parts by warp, and float32 sums."""
     tiles, rows = _num_tiles(build), WGMMA_TILE // MMA_ROWS
-    sums = f"{tiles} * {num_splits(build)} * {WGMMA_TILE * WGMMA_TILE * F32_BYTES}"
-    return {"grad_bias_counts": f"{tiles} * {rows * WORD_BYTES}", "grad_bias_parts": sums}
+    sums = tiles * num_splits(build) * (WGMMA_TILE * WGMMA_TILE * F32_BYTES)
+    return {"grad_bias_counts": tiles * (rows * WORD_BYTES), "grad_bias_parts": sums}
 
 
-def _num_tiles(build: Build) -> Expression:
+def _num_tiles(build: Build) -> Expr:
     """Returns the tiles of grad_bias of the kernel of wgmma."""
-    whole = [_SIZES[axis] for axis in "bh" if axis not in _summed(build)]
-    return " * ".join([f"ceil_div(num_queries, {WGMMA_TILE}) * ceil_div(num_keys, {WGMMA_TILE})", *whole])
+    whole = (_SIZES[axis] for axis in "bh" if axis not in _summed(build))
+    return functools.reduce(operator.mul, whole, ceil_div(NUM_QUERIES, WGMMA_TILE) * ceil_div(NUM_KEYS, WGMMA_TILE))
 
 
 def _summed(build: Build) -> str:

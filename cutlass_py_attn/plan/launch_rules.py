@@ -18,13 +18,27 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from cutlass_py_attn import integers
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm80, sm90
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
-from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
+from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, Number, ceil_div, maximum, minimum, step, times
 from cutlass_py_attn.plan.grad_bias_launch import grad_bias_grid, num_splits, parts_bytes
 from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
+from cutlass_py_attn.plan.names import (
+    BATCH,
+    NUM_HEADS,
+    NUM_HEADS_KEY,
+    NUM_KEYS,
+    NUM_PAGES,
+    NUM_QUERIES,
+    NUM_SPLITS_KEY,
+    PAGE_SIZE,
+    TOKENS_K,
+    TOKENS_Q,
+    TOTAL_KEY_TILES,
+    TOTAL_TILES,
+)
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
 from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
@@ -36,11 +50,12 @@ from cutlass_py_attn.score_terms import registry
 LOG2_E: Final = math.log2(math.e)
 MAX_GRID_YZ: Final = 65535  # of CUDA, along y and z of a grid
 MAX_INT32: Final = 2**31 - 1  # of an i32 field, of an int32 array, and of a grid along x
-BIAS_SIZES: Final = ("batch", "num_heads", "num_queries", "num_keys")  # what the axes of a bias broadcast to
-BIAS_AXES: Final = ("bias_batch", "bias_heads", "bias_queries", "bias_keys")  # the sizes of grad_bias, if not known
-ALWAYS: Final = "1"
+BIAS_SIZES: Final = (BATCH, NUM_HEADS, NUM_QUERIES, NUM_KEYS)  # what the axes of a bias broadcast to
+BIAS_AXES: Final = tuple(
+    map(Name, ("bias_batch", "bias_heads", "bias_queries", "bias_keys"))
+)  # the sizes of grad_bias, if not known
 # Row strides from one page of value to the next; 0 if there is one page.
-VALUE_PAGE_ROWS: Final = "div(step(num_pages, value_page, 0), max(value_row, 1))"
+VALUE_PAGE_ROWS: Final = step(NUM_PAGES, Name("value_page"), 0) // maximum(Name("value_row"), 1)
 _FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 
@@ -49,9 +64,9 @@ class BufferRule:
     """One workspace buffer: its bytes, the condition under which it exists, and whether a memset zeroes it."""
 
     name: str
-    bytes: Expression
+    bytes: Expr
     is_zeroed: bool = False
-    condition: Expression = ALWAYS
+    condition: Expr = ONE
 
 
 def sizes(problem: Problem) -> dict[str, int]:
@@ -82,14 +97,14 @@ def page_sizes(problem: Problem) -> dict[str, int]:
 def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
     """Returns the values of all names but strides: sizes, num_sms and definitions."""
     found = sizes(problem) | {"num_sms": num_sms}
-    for name, expression in definitions(problem, build).items():
-        found[name] = evaluate(expression, found)
+    for name, rule in definitions(problem, build).items():
+        found[name] = rule.evaluate(found)
     return found
 
 
-def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
+def definitions(problem: Problem, build: Build) -> dict[str, Expr]:
     """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
-    found = {"group": "div(num_heads, max(num_heads_key, 1))"}
+    found: dict[str, Expr] = {"group": NUM_HEADS // maximum(NUM_HEADS_KEY, 1)}
     if build.shares_chunks:
         found |= decode.schedule(problem, build)
     elif build.family == "decode":
@@ -102,25 +117,25 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expression]:
     return found
 
 
-def _num_splits_key(problem: Problem, build: Build) -> Expression:
+def _num_splits_key(problem: Problem, build: Build) -> Expr:
     """Returns the blocks that share one (batch, key head) of a backward: the caller's number, else the family's."""
     if problem.num_splits_key is not None:
-        return f"max(min({min(problem.num_splits_key, MAX_LENGTH)}, ceil_div(num_keys, {build.tile_n})), 1)"
-    return f"max({(sm90 if build.family == 'sm90' else sm80).num_splits_key(build)}, 1)"
+        return maximum(minimum(min(problem.num_splits_key, MAX_LENGTH), ceil_div(NUM_KEYS, build.tile_n)), 1)
+    return maximum((sm90 if build.family == "sm90" else sm80).num_splits_key(build), 1)
 
 
-def total_tiles(problem: Problem, build: Build) -> dict[str, Expression]:
+def total_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
     """Returns the query tiles of one head over the whole batch, and its key tiles if dK and dV have sums.
 
     With variable lengths, sequence b starts at tile cu_seqlens_q[b] // tile_m + b, so that each has its last tile; key
     tiles likewise.
     """
     is_varlen = problem.shape.tokens is not None
-    sides = {"total_tiles": ("tokens_q", "num_queries", build.tile_m)}
+    sides = {"total_tiles": (TOKENS_Q, NUM_QUERIES, build.tile_m)}
     if build.variant == QUERY_HEADS:
-        sides["total_key_tiles"] = ("tokens_k", "num_keys", build.tile_n)
+        sides["total_key_tiles"] = (TOKENS_K, NUM_KEYS, build.tile_n)
     return {
-        name: f"div({tokens}, {rows}) + batch" if is_varlen else f"batch * ceil_div({length}, {rows})"
+        name: tokens // rows + BATCH if is_varlen else BATCH * ceil_div(length, rows)
         for name, (tokens, length, rows) in sides.items()
     }
 
@@ -131,30 +146,30 @@ def grid(build: Build, symbol: str) -> Grid:
     return grids(build)[role]
 
 
-def grids(build: Build, bias_sizes: tuple[Expression, ...] = BIAS_AXES) -> dict[str, Grid]:
+def grids(build: Build, bias_sizes: tuple[Expr, ...] = BIAS_AXES) -> dict[str, Grid]:
     """Returns (x, y, z) of each entry by its role; bias_sizes: the sizes of grad_bias.
 
     The planner cuts a grid with more than MAX_GRID_YZ heads or batches into several launches.
     """
     if build.kind == "component_gemm":
-        return {"main": ("tiles", "1", "1")}
+        return {"main": (Name("tiles"), ONE, ONE)}
     if build.kind in ROW_KINDS:
-        return {"main": (f"ceil_div(num_rows, {build.tile_m})", "1", "1")}
+        return {"main": (ceil_div(Name("num_rows"), build.tile_m), ONE, ONE)}
     main = _FAMILIES[build.family].main_grid(build)
     if build.kind == "forward":
         combine_grid = (shared_tiles if build.shares_query_tiles else decode).combine_grid(build)
         combine = {"combine": combine_grid} if build.has_combine else {}
         return {"main": main, **combine}
     finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
-    query_tiles = f"ceil_div(num_queries, {build.tile_m})"
+    query_tiles = ceil_div(NUM_QUERIES, build.tile_m)
     bias = {"bias": grad_bias_grid(build, bias_sizes)} if "bias" in entry_points.entries(build) else {}
     return {
         "main": main,
-        "delta": (times(query_tiles, ceil_div(build.tile_m, entry_points.DELTA_ROWS)), "num_heads", "batch"),
-        "finish": (times(query_tiles, dq_pieces(build)), "num_heads", "batch"),
+        "delta": (times(query_tiles, integers.ceil_div(build.tile_m, entry_points.DELTA_ROWS)), NUM_HEADS, BATCH),
+        "finish": (times(query_tiles, dq_pieces(build)), NUM_HEADS, BATCH),
         **finish_kv,
         **bias,
-        "sinks": ("num_heads", "1", "1"),
+        "sinks": (NUM_HEADS, ONE, ONE),
     }
 
 
@@ -163,11 +178,11 @@ def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
     return grids(build) if problem.grad_bias is None else grids(build, bias_axes(problem.grad_bias))
 
 
-def launch_condition(build: Build, role: str) -> Expression:
+def launch_condition(build: Build, role: str) -> Expr:
     """Returns the condition for the launch of an entry."""
     if role != "combine":
-        return ALWAYS
-    return "num_teams + fixed_chunks > 1" if build.shares_chunks else "num_splits_key > 1"
+        return ONE
+    return Name("num_teams") + Name("fixed_chunks") > 1 if build.shares_chunks else NUM_SPLITS_KEY > 1
 
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -189,12 +204,12 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
     no sums in memory. Where `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
     """
     if build.has_combine:
-        condition = ALWAYS if build.shares_chunks else launch_condition(build, "combine")
+        condition = ONE if build.shares_chunks else launch_condition(build, "combine")
         parts = shared_tiles.parts_bytes(build) if build.shares_query_tiles else decode.workspace(build)
         return tuple(BufferRule(name, size, condition=condition) for name, size in parts.items())
     if build.kind == "forward":
         return ()
-    rows = f"num_heads * total_tiles * {build.tile_m * F32_BYTES}"
+    rows = NUM_HEADS * TOTAL_TILES * (build.tile_m * F32_BYTES)
     statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
     if uses_wgmma(build):
         shared_counts, shared_parts = _grad_bias_parts(build)
@@ -204,7 +219,7 @@ def workspace(build: Build) -> tuple[BufferRule, ...]:
 
 def _grad_bias_parts(build: Build) -> tuple[BufferRule, BufferRule]:
     """Returns the buffers of blocks that share tiles of grad_bias; the first is zeroed."""
-    shared = f"{num_splits(build)} > 1"
+    shared = num_splits(build) > 1
     counts, parts = (BufferRule(name, size, condition=shared) for name, size in parts_bytes(build).items())
     return replace(counts, is_zeroed=True), parts
 
@@ -223,26 +238,26 @@ def _accumulated(build: Build) -> list[BufferRule]:
     found = []
     is_zeroed = not entry_points.delta_clears_sums(build)
     if "query" in build.gradients:
-        pieces = times("num_heads * total_tiles", dq_pieces(build))
+        pieces = times(NUM_HEADS * TOTAL_TILES, dq_pieces(build))
         piece_bytes = build.tile_m * dq_piece_columns(build) * F32_BYTES
-        found.append(BufferRule("grad_query_accum", f"{pieces} * {piece_bytes}", is_zeroed=is_zeroed))
+        found.append(BufferRule("grad_query_accum", pieces * piece_bytes, is_zeroed=is_zeroed))
         if build.deterministic:
-            found.append(BufferRule("dq_semaphore", f"{pieces} * {WORD_BYTES}", is_zeroed=is_zeroed))
+            found.append(BufferRule("dq_semaphore", pieces * WORD_BYTES, is_zeroed=is_zeroed))
     if build.variant == QUERY_HEADS:
         for name, columns in (("grad_key_accum", build.columns), ("grad_value_accum", build.columns_value)):
-            size = f"num_heads_key * total_key_tiles * {build.tile_n * columns * F32_BYTES}"
+            size = NUM_HEADS_KEY * TOTAL_KEY_TILES * (build.tile_n * columns * F32_BYTES)
             found.append(BufferRule(name, size, is_zeroed=True))
     if SHARED_END in build.options:
-        found.append(BufferRule("shared_sums", shared_tiles.sums_bytes(build), condition="shared_key_tiles > 0"))
+        found.append(BufferRule("shared_sums", shared_tiles.sums_bytes(build), condition=Name("shared_key_tiles") > 0))
     if build.family == "sm90":
-        found.append(BufferRule("tile_count_semaphore", str(WORD_BYTES), is_zeroed=is_zeroed))
+        found.append(BufferRule("tile_count_semaphore", Number(WORD_BYTES), is_zeroed=is_zeroed))
     elif build.deterministic:
-        counters = f"num_heads_key * batch * {blocks_per_tile(build) * WORD_BYTES}"
+        counters = NUM_HEADS_KEY * BATCH * (blocks_per_tile(build) * WORD_BYTES)
         found.append(BufferRule("tile_count_semaphore", counters, is_zeroed=True))
     return found
 
 
-def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
+def shape(problem: Problem, name: str) -> tuple[Expr, ...]:
     """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias.
 
     Of a pool they are (pages, rows of a page, heads, columns).
@@ -251,12 +266,13 @@ def shape(problem: Problem, name: str) -> tuple[Expression, ...]:
     if name in BIASES:
         return bias_axes(tensor)
     of_key = name.removeprefix("grad_") in CACHED
-    batch, rows = "batch", "num_keys" if of_key else "num_queries"
+    batch: Expr = BATCH
+    rows = NUM_KEYS if of_key else NUM_QUERIES
     if of_key and problem.pages is not None:
-        batch, rows = "num_pages", "page_size"
+        batch, rows = NUM_PAGES, PAGE_SIZE
     elif problem.has_ragged_rows:
-        batch, rows = "1", "tokens_k" if of_key else "tokens_q"
-    return batch, rows, "num_heads_key" if of_key else "num_heads", str(tensor.shape[3])
+        batch, rows = ONE, TOKENS_K if of_key else TOKENS_Q
+    return batch, rows, NUM_HEADS_KEY if of_key else NUM_HEADS, Number(tensor.shape[3])
 
 
 def batch_axis(problem: Problem, name: str) -> str:
@@ -264,12 +280,12 @@ def batch_axis(problem: Problem, name: str) -> str:
     return "page" if problem.pages is not None and name in CACHED else "batch"
 
 
-def bias_axes(tensor: Tensor) -> tuple[Expression, ...]:
+def bias_axes(tensor: Tensor) -> tuple[Expr, ...]:
     """Returns the sizes of the axes of a bias or its gradient: 1 along an axis that broadcasts or is summed."""
-    return tuple("1" if size == 1 else name for size, name in zip(tensor.shape, BIAS_SIZES, strict=True))
+    return tuple(ONE if size == 1 else name for size, name in zip(tensor.shape, BIAS_SIZES, strict=True))
 
 
-def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tuple[Expression, ...]]:
+def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
     """Returns (sizes, strides) of a tensor map in elements, innermost axis first, without the innermost 1.
 
     With one length the axes are (columns, rows, heads, batch), and those of grad_bias (keys, queries, heads, batch).
@@ -288,14 +304,14 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expression, ...], tup
         outer, rows, heads, columns = shape(problem, field)
     is_pool = batch_axis(problem, field) == "page"
     axes = (rows, "row"), (heads, "head"), (outer, batch_axis(problem, field))
-    strides = tuple(f"step({size}, {field}_{axis}, {columns})" for size, axis in axes)
+    strides = tuple(step(size, Name(f"{field}_{axis}"), columns) for size, axis in axes)
     if is_pool and name == entry_points.LAST_VALUE:
-        rows = f"({outer} - 1) * {VALUE_PAGE_ROWS} + {rows}"
+        rows = (outer - 1) * VALUE_PAGE_ROWS + rows
     elif is_pool or not problem.has_ragged_rows:
         return (columns, rows, heads, outer), strides
     row, head, _ = strides
-    around = f"{RAGGED_STRIDE_BYTES // OPERAND_BYTES[problem.dtype]} - {row}"
-    sizes = columns, str(RAGGED_ROWS), heads, f"{rows} + 1", str(RAGGED_ROWS + 1)
+    around = RAGGED_STRIDE_BYTES // OPERAND_BYTES[problem.dtype] - row
+    sizes = columns, Number(RAGGED_ROWS), heads, rows + 1, Number(RAGGED_ROWS + 1)
     return sizes, (row, head, row, around)
 
 
@@ -317,7 +333,7 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":
-        found |= {name: evaluate(total, values) for name, total in total_tiles(problem, build).items()}
+        found |= {name: total.evaluate(values) for name, total in total_tiles(problem, build).items()}
     return tuple(found.items())
 
 
@@ -332,10 +348,10 @@ def expect_int32(numbers: Iterable[tuple[str, int]]) -> None:
         raise NotSupported(reasons)
 
 
-def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str, Expression]:
+def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str, Expr]:
     """Returns the struct fields that are numbers, by name: an input, a definition, or what the problem fixes."""
-    found = {name: str(value) for name, value in params(problem, build)}
-    found |= {name: name for name in (*definitions(problem, build), *inputs)}
+    found: dict[str, Expr] = {name: Number(value) for name, value in params(problem, build)}
+    found |= {name: Name(name) for name in (*definitions(problem, build), *inputs)}
     if "value_page_rows" in found:
         found["value_page_rows"] = VALUE_PAGE_ROWS
-    return {"keep_scale": "1", **found, "scale_log2": f"scale * {LOG2_E!r}"}
+    return {"keep_scale": ONE, **found, "scale_log2": Name("scale") * LOG2_E}

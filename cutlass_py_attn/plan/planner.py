@@ -15,7 +15,6 @@ from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import FAMILIES, build_for, builds_for
 from cutlass_py_attn.plan.decode_smem import combine_bytes
-from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
 from cutlass_py_attn.plan.smem import tile_bytes
@@ -323,9 +322,9 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
     }
     grids = launch_rules.grids_of(problem, build)
     for role, symbol in entry_points.entries(build).items():
-        if not evaluate(launch_rules.launch_condition(build, role), values):
+        if not launch_rules.launch_condition(build, role).evaluate(values):
             continue
-        x, y, z = (evaluate(expression, values) for expression in grids[role])
+        x, y, z = (rule.evaluate(values) for rule in grids[role])
         launch = Launch(
             symbol,
             (x, y, z),
@@ -366,7 +365,7 @@ def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> I
         for axis, stride in zip(axes, getattr(problem, field).strides, strict=False):
             names[f"{field}_{axis}"] = stride
         sizes, strides = (
-            tuple(evaluate(expression, names) for expression in side) for side in launch_rules.tensor_map(problem, name)
+            tuple(rule.evaluate(names) for rule in side) for side in launch_rules.tensor_map(problem, name)
         )
         box, swizzle_bytes = sm90.tensor_map_box(build, name, len(sizes), values.get("page_size"))
         yield TensorMap(field, sizes, strides, box, swizzle_bytes)
@@ -377,9 +376,9 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
     buffers: list[WorkspaceBuffer] = []
     offset = zero_bytes = 0
     for rule in launch_rules.workspace(build):
-        if not evaluate(rule.condition, values):
+        if not rule.condition.evaluate(values):
             continue
-        size = evaluate(rule.bytes, values)
+        size = rule.bytes.evaluate(values)
         buffers.append(WorkspaceBuffer(rule.name, offset, size))
         if rule.is_zeroed:
             zero_bytes = offset + size

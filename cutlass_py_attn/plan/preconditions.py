@@ -7,11 +7,12 @@ bound what follows from them, so that no field, grid or workspace is narrowed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 from cutlass_py_attn.plan import decode, decode_smem, entry_points, sm90
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import NAME
+from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
 from cutlass_py_attn.plan.launch_rules import (
     BIAS_SIZES,
     MAX_GRID_YZ,
@@ -24,6 +25,20 @@ from cutlass_py_attn.plan.launch_rules import (
     total_tiles,
     workspace,
 )
+from cutlass_py_attn.plan.names import (
+    BATCH,
+    GROUP,
+    MAX_PAGES,
+    NUM_HEADS,
+    NUM_HEADS_KEY,
+    NUM_KEYS,
+    NUM_PAGES,
+    NUM_QUERIES,
+    PAGE_SIZE,
+    TABLE_ENTRIES,
+    TOKENS_K,
+    TOKENS_Q,
+)
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, starts_from_logsumexp
 from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
@@ -34,7 +49,7 @@ from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
 
-Condition = tuple[str, str]  # (expression, the condition in words)
+Condition = tuple[Expr, str]  # (expression, the condition in words)
 
 EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
 MAX_WORKSPACE_BYTES: Final = 2**48  # of one buffer; more than any device has, and a sum of them fits in 64 bits
@@ -67,17 +82,17 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
         found += _decode()
     if build.kind == "backward":
         for name in total_tiles(problem, build):
-            found.append((f"{name} <= {MAX_INT32}", f"{name} must be at most {MAX_INT32}; {slices}"))
+            found.append((Name(name) <= MAX_INT32, f"{name} must be at most {MAX_INT32}; {slices}"))
     grids = grids_of(problem, build)
     for role in entry_points.entries(build):
         blocks, _, _ = grids[role]
-        if not blocks.isdigit() and not NAME.fullmatch(blocks):
+        if not isinstance(blocks, Number | Name):
             says = f"the {role} kernel would have more than {MAX_INT32} blocks; {slices}"
-            found.append((f"{blocks} <= {MAX_INT32}", says))
+            found.append((blocks <= MAX_INT32, says))
     for buffer in workspace(build):
-        if not buffer.bytes.isdigit():
+        if not isinstance(buffer.bytes, Number):
             says = f"{buffer.name} would have more than 2^48 bytes of the workspace; {slices}"
-            found.append((f"{buffer.bytes} <= {MAX_WORKSPACE_BYTES}", says))
+            found.append((buffer.bytes <= MAX_WORKSPACE_BYTES, says))
     return found
 
 
@@ -88,37 +103,41 @@ def mapped(build: Build) -> tuple[str, ...]:
 
 
 def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
-    for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key"):
-        yield f"{name} >= 1", f"{name} must be at least 1; with none there is nothing to launch"
-    for name, largest in (("batch", MAX_GRID_YZ), ("num_heads", MAX_GRID_YZ),
-                       ("num_queries", MAX_LENGTH), ("num_keys", MAX_LENGTH)):  # fmt: skip
-        yield f"{name} <= {largest}", f"{name} must be at most {largest}; call once for each slice"
+    for name in (BATCH, NUM_QUERIES, NUM_KEYS, NUM_HEADS, NUM_HEADS_KEY):
+        yield name >= 1, f"{name} must be at least 1; with none there is nothing to launch"
+    for name, largest in (
+        (BATCH, MAX_GRID_YZ),
+        (NUM_HEADS, MAX_GRID_YZ),
+        (NUM_QUERIES, MAX_LENGTH),
+        (NUM_KEYS, MAX_LENGTH),
+    ):
+        yield name <= largest, f"{name} must be at most {largest}; call once for each slice"
     if build.has("grouped"):
-        yield "mod(num_heads, max(num_heads_key, 1)) == 0", "num_heads must be a multiple of num_heads_key"
+        yield (NUM_HEADS % maximum(NUM_HEADS_KEY, 1)).equals(0), "num_heads must be a multiple of num_heads_key"
     else:
-        yield "num_heads == num_heads_key", "num_heads must be num_heads_key; export a problem with grouped heads"
+        yield NUM_HEADS.equals(NUM_HEADS_KEY), "num_heads must be num_heads_key; export a problem with grouped heads"
     if problem.pages is not None:
         yield from _page_sizes(problem)
         yield from _page_maps(build) if {"key", KEY_ROPE} & {*mapped(build)} else ()
     if problem.sequences is not None:
-        yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
-        yield "num_keys <= tokens_k", "num_keys, of the longest sequence, must be at most tokens_k"
-        for name in ("tokens_q", "tokens_k"):
-            yield f"{name} <= {MAX_LENGTH}", f"{name} must be at most {MAX_LENGTH}; cu_seqlens are 32-bit"
+        yield NUM_QUERIES <= TOKENS_Q, "num_queries, of the longest sequence, must be at most tokens_q"
+        yield NUM_KEYS <= TOKENS_K, "num_keys, of the longest sequence, must be at most tokens_k"
+        for name in (TOKENS_Q, TOKENS_K):
+            yield name <= MAX_LENGTH, f"{name} must be at most {MAX_LENGTH}; cu_seqlens are 32-bit"
 
 
 def _page_sizes(problem: Problem) -> Iterator[Condition]:
     is_csr = problem.pages is not None and problem.pages.page_indptr
-    entries = "max_pages" if is_csr else "batch * max_pages"
-    yield "page_size >= 1", "page_size must be at least 1"
-    yield f"mod({2**30}, page_size) == 0", "page_size must be a power of two"
-    yield "num_keys == max_pages * page_size", "num_keys must be max_pages * page_size"
-    yield f"table_entries == {entries}", f"table_entries must be {entries}"
-    yield "num_pages >= 1", "num_pages must be at least 1"
-    yield f"num_pages <= {MAX_INT32}", f"num_pages must be at most {MAX_INT32}: entries of a table are 32-bit"
+    entries = MAX_PAGES if is_csr else BATCH * MAX_PAGES
+    yield PAGE_SIZE >= 1, "page_size must be at least 1"
+    yield (2**30 % PAGE_SIZE).equals(0), "page_size must be a power of two"
+    yield NUM_KEYS.equals(MAX_PAGES * PAGE_SIZE), "num_keys must be max_pages * page_size"
+    yield TABLE_ENTRIES.equals(entries), f"table_entries must be {entries}"
+    yield NUM_PAGES >= 1, "num_pages must be at least 1"
+    yield NUM_PAGES <= MAX_INT32, f"num_pages must be at most {MAX_INT32}: entries of a table are 32-bit"
     if problem.has_ragged_rows:
-        yield "num_queries <= tokens_q", "num_queries, of the longest sequence, must be at most tokens_q"
-        yield f"tokens_q <= {MAX_LENGTH}", f"tokens_q must be at most {MAX_LENGTH}; cu_seqlens_q is 32-bit"
+        yield NUM_QUERIES <= TOKENS_Q, "num_queries, of the longest sequence, must be at most tokens_q"
+        yield TOKENS_Q <= MAX_LENGTH, f"tokens_q must be at most {MAX_LENGTH}; cu_seqlens_q is 32-bit"
 
 
 def _page_maps(build: Build) -> Iterator[Condition]:
@@ -126,21 +145,23 @@ def _page_maps(build: Build) -> Iterator[Condition]:
     least = sm90.LEAST_PAGE_SIZE
     is_latent = build.has(registry.KV8_TILE)
     others = "no kernel reads smaller pages of such a cache" if is_latent else "smaller pages need an sm80 kernel"
-    yield f"page_size >= {least}", f"page_size must be at least {least}: {others}"
+    yield least <= PAGE_SIZE, f"page_size must be at least {least}: {others}"
     if build.reads_value_in_key:
         return
-    is_whole = "mod(step(num_pages, value_page, 0), max(value_row, 1)) == 0"
+    page = step(NUM_PAGES, Name("value_page"), 0)
+    is_whole = (page % maximum(Name("value_row"), 1)).equals(0)
     yield is_whole, "value_page must be a multiple of value_row: a page starts at a whole number of rows"
-    last_row = f"(num_pages - 1) * {VALUE_PAGE_ROWS} + page_size"
-    yield f"{last_row} <= {RAGGED_ROWS - 1}", "the pages of value must have fewer than 2^30 rows; use smaller pools"
+    last_row = (NUM_PAGES - 1) * VALUE_PAGE_ROWS + PAGE_SIZE
+    yield last_row <= RAGGED_ROWS - 1, "the pages of value must have fewer than 2^30 rows; use smaller pools"
 
 
 def _edges(build: Build) -> Iterator[Condition]:
     for name in EDGES[build.mask]:
-        yield f"{name} >= 0", f"{name} must be at least 0"
-        yield f"{name} <= {UNLIMITED}", f"{name} must be at most {UNLIMITED}, which stands for no limit"
+        yield Name(name) >= 0, f"{name} must be at least 0"
+        yield Name(name) <= UNLIMITED, f"{name} must be at most {UNLIMITED}, which stands for no limit"
     if EDGES[build.mask]:
-        yield "bottom_right * (1 - bottom_right) == 0", "bottom_right must be 0 or 1"
+        is_bottom_right = Name("bottom_right")
+        yield (is_bottom_right * (1 - is_bottom_right)).equals(0), "bottom_right must be 0 or 1"
 
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
@@ -151,84 +172,87 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
         unit = build.vector_bytes // OPERAND_BYTES[tensor.dtype]
         axes = batch_axis(problem, name), "row", "head"
         for axis, size in zip(axes, shape(problem, name), strict=False):
-            stride = f"{name}_{axis}"
+            stride = Name(f"{name}_{axis}")
             if unit > 1:
-                yield f"mod(step({size}, {stride}, 0), {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
+                yield (step(size, stride, 0) % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
             if name in mapped(build):
                 yield from _map_stride(build, size, stride)
     if build.reads_value_in_key:
         for axis in (batch_axis(problem, "key"), "row", "head"):
-            yield f"value_{axis} == key_{axis}", f"value_{axis} must be key_{axis}: value is the first columns of key"
+            yield (
+                Name(f"value_{axis}").equals(Name(f"key_{axis}")),
+                f"value_{axis} must be key_{axis}: value is the first columns of key",
+            )
     if build.vector_bytes > build.item_bytes and problem.grad_output is not None:
-        yield "grad_output_column == 1", "grad_output_column must be 1: rows are read several elements at a time"
+        yield (
+            Name("grad_output_column").equals(1),
+            "grad_output_column must be 1: rows are read several elements at a time",
+        )
 
 
-def _map_stride(build: Build, size: str, stride: str) -> Iterator[Condition]:
+def _map_stride(build: Build, size: Expr, stride: Name) -> Iterator[Condition]:
     most = MAX_MAP_STRIDE_BYTES // build.item_bytes
-    yield f"step({size}, {stride}, 1) > 0", f"{stride} must be above 0: a tensor map steps forward"
-    yield f"step({size}, {stride}, 1) <= {most}", f"{stride} must be at most {most}, as in any tensor map"
+    yield step(size, stride, 1) > 0, f"{stride} must be above 0: a tensor map steps forward"
+    yield step(size, stride, 1) <= most, f"{stride} must be at most {most}, as in any tensor map"
 
 
 def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
     access = {"bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
     for name in (name for name in BIASES if access[name] > build.item_bytes):
         unit = access[name] // build.item_bytes
-        for stride in (f"{name}_batch", f"{name}_head", f"{name}_row"):
-            yield f"mod({stride}, {unit}) == 0", f"{stride} must be a multiple of {unit} elements"
-        yield f"{name}_column == 1", f"{name}_column must be 1: rows are read {unit} elements at a time"
-        yield f"mod(num_keys, {unit}) == 0", f"num_keys must be a multiple of {unit}, for {name}"
+        for stride in (Name(f"{name}_{axis}") for axis in ("batch", "head", "row")):
+            yield (stride % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
+        yield Name(f"{name}_column").equals(1), f"{name}_column must be 1: rows are read {unit} elements at a time"
+        yield (NUM_KEYS % unit).equals(0), f"num_keys must be a multiple of {unit}, for {name}"
     if problem.grad_bias is None:
         return
     if "grad_bias" in mapped(build):
         for axis, size in zip(("batch", "head", "row"), bias_axes(problem.grad_bias), strict=False):
-            yield from _map_stride(build, size, f"grad_bias_{axis}")
+            yield from _map_stride(build, size, Name(f"grad_bias_{axis}"))
     summed = "" if build.grad_bias_mode in ("main", "none") else build.grad_bias_mode
-    for letter, size, name in zip("bhqk", bias_axes(problem.grad_bias), BIAS_SIZES, strict=True):
-        if size == "1" and letter not in summed:
-            yield f"{name} == 1", f"{name} must be 1: grad_bias is not summed over it; export a problem with more"
+    for letter, size, whole in zip("bhqk", bias_axes(problem.grad_bias), BIAS_SIZES, strict=True):
+        if size == ONE and letter not in summed:
+            yield whole.equals(1), f"{whole} must be 1: grad_bias is not summed over it; export a problem with more"
 
 
 def _term_sizes(problem: Problem) -> Iterator[Condition]:
     for name in (name for term in registry.present(problem) for name in term.struct.sizes):
         says = f"{name} must be from {-MAX_INT32 - 1} to {MAX_INT32}"
-        yield f"{name} >= {-MAX_INT32 - 1}", says
-        yield f"{name} <= {MAX_INT32}", says
+        yield Name(name) >= -MAX_INT32 - 1, says
+        yield Name(name) <= MAX_INT32, says
 
 
 def _factors(problem: Problem, build: Build) -> Iterator[Condition]:
     """What validation.py demands of scale and softcap: the kernels compute in float32."""
-    yield _is_zero_or("scale", _number(MIN_SCALE)), f"scale must be 0 or have a magnitude of at least {MIN_SCALE}"
-    yield _magnitude("scale", "<=", _number(MAX_SCALE)), "scale must have a magnitude of at most 2**127"
+    scale = Name("scale")
+    yield _is_zero_or(scale, MIN_SCALE), f"scale must be 0 or have a magnitude of at least {MIN_SCALE}"
+    yield _is_at_most(scale, MAX_SCALE), "scale must have a magnitude of at most 2**127"
     for name in (name for term in registry.present(problem) for name in term.struct.factors):
         says = f"{name} must be a number that float32 holds"
-        yield f"{name} >= -{MAX_SCALE:.1f}", says
-        yield f"{name} <= {MAX_SCALE:.1f}", says
+        yield Name(name) >= -MAX_SCALE, says
+        yield Name(name) <= MAX_SCALE, says
     if build.kind == "forward" and build.family == "sm90":
-        yield "scale >= 0", "scale must not be below 0; export a problem with such a scale"
+        yield scale >= 0, "scale must not be below 0; export a problem with such a scale"
     if starts_from_logsumexp(build):
-        yield "(scale == 0) == 0", "scale must not be 0; export a problem with such a scale"
+        yield scale.equals(0).equals(0), "scale must not be 0; export a problem with such a scale"
     if build.has("softcap"):
         largest = LARGEST_SOFTCAP[problem.dtype]
-        yield f"softcap >= {_number(MIN_SOFTCAP)}", "softcap must be above 0, and at least 2**-126"
-        yield f"softcap <= {_number(largest)}", f"softcap must be at most {largest:g} for {problem.dtype}"
+        softcap = Name("softcap")
+        yield softcap >= MIN_SOFTCAP, "softcap must be above 0, and at least 2**-126"
+        yield softcap <= largest, f"softcap must be at most {largest:g} for {problem.dtype}"
         ratio = "scale / softcap must be 0 or have a magnitude from 2**-126 to 2**126"
-        yield _magnitude("scale", "<=", f"softcap * {_number(MAX_RATIO)}"), ratio
-        yield _is_zero_or("scale", f"softcap * {_number(1 / MAX_RATIO)}"), ratio
+        yield _is_at_most(scale, softcap * MAX_RATIO), ratio
+        yield _is_zero_or(scale, softcap * (1 / MAX_RATIO)), ratio
 
 
-def _magnitude(name: str, comparison: str, limit: str) -> str:
-    """Returns an expression that compares both signs of a factor with a limit."""
-    return f"({name} {comparison} {limit}) * (0 - {name} {comparison} {limit}) == 1"
+def _is_at_most(factor: Expr, limit: Term) -> Expr:
+    """Returns an expression that is 1 if a factor has at most this magnitude."""
+    return ((factor <= limit) * (0 - factor <= limit)).equals(1)
 
 
-def _is_zero_or(name: str, least: str) -> str:
+def _is_zero_or(factor: Expr, least: Term) -> Expr:
     """Returns an expression that is 1 if a factor is 0 or has at least this magnitude; not for NaN."""
-    return f"({name} == 0) + ({name} >= {least}) + (0 - {name} >= {least}) >= 1"
-
-
-def _number(value: float) -> str:
-    """Returns a float64 without an exponent, which not every host that evaluates expressions reads."""
-    return f"{value:.1f}" if value >= 1 else f"{value:.60f}"
+    return factor.equals(0) + (factor >= least) + (0 - factor >= least) >= 1
 
 
 def _overlaps(problem: Problem) -> Iterator[Condition]:
@@ -238,20 +262,23 @@ def _overlaps(problem: Problem) -> Iterator[Condition]:
         if is_read or (name == "output" and problem.direction == "backward"):
             continue
         axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head", "")
-        strides = (f"{name}_{axis}" if axis else "1" for axis in axes)
-        pairs = (f"{size}, {stride}" for size, stride in zip(shape(problem, name), strides, strict=True))
+        strides = (Name(f"{name}_{axis}") if axis else ONE for axis in axes)
+        pairs = chain.from_iterable(zip(shape(problem, name), strides, strict=True))
         says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
-        yield f"distinct({', '.join(pairs)}) == 1", says
+        yield call("distinct", *pairs).equals(1), says
 
 
 def _chunks(build: Build) -> Iterator[Condition]:
     if build.variant == PERSISTENT:
         most = decode.PERSISTENT_MAX_ROWS
-        yield f"num_queries * group <= {most}", f"num_queries * group must be at most {most}"
-    yield f"chunks <= {MAX_INT32}", f"the sequences would have more than {MAX_INT32} chunks; call once for each slice"
+        yield most >= NUM_QUERIES * GROUP, f"num_queries * group must be at most {most}"
+    yield (
+        Name("chunks") <= MAX_INT32,
+        f"the sequences would have more than {MAX_INT32} chunks; call once for each slice",
+    )
 
 
 def _decode() -> Iterator[Condition]:
-    yield f"num_queries <= {decode_smem.MAX_QUERIES}", f"num_queries must be at most {decode_smem.MAX_QUERIES}"
-    yield f"num_queries * group <= {decode.MAX_ROWS}", f"num_queries * group must be at most {decode.MAX_ROWS}"
-    yield f"num_keys >= {decode.MIN_KEYS}", f"num_keys must be at least {decode.MIN_KEYS}"
+    yield NUM_QUERIES <= decode_smem.MAX_QUERIES, f"num_queries must be at most {decode_smem.MAX_QUERIES}"
+    yield NUM_QUERIES * GROUP <= decode.MAX_ROWS, f"num_queries * group must be at most {decode.MAX_ROWS}"
+    yield NUM_KEYS >= decode.MIN_KEYS, f"num_keys must be at least {decode.MIN_KEYS}"

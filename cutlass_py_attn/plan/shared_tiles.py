@@ -11,10 +11,22 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn import integers
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
-from cutlass_py_attn.plan.expressions import Expression, Grid, evaluate, times
+from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, times
+from cutlass_py_attn.plan.names import (
+    BATCH,
+    GROUP,
+    NUM_HEADS,
+    NUM_HEADS_KEY,
+    NUM_KEYS,
+    NUM_QUERIES,
+    NUM_SMS,
+    NUM_SPLITS_KEY,
+    TOKENS_Q,
+    WORK_TILES,
+)
 from cutlass_py_attn.plan.sm90_smem import shared_tile_layout
 from cutlass_py_attn.plan.variants import SPLIT_KV
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
@@ -33,9 +45,11 @@ LEAST_PART_TILES, PART_TILES, LEAST_SAVED_QUERY_TILES = 2, 2, 4
 # faster: 96 query tiles in 4 parts of 16 key tiles, three rounds, take 1.14 of the time of whole tiles.
 PART_ROUNDS: Final = 3
 MOST_SPLITS: Final = 1024  # more than the parts of a tile
+_KEY_TILES, _QUERY_TILES, _REMAINING_TILES = Name("key_tiles"), Name("query_tiles"), Name("remaining_tiles")
+_END_TIME, _FASTEST_SPLITS = Name("end_time"), Name("fastest_splits")
 
 
-def query_tiles(build: Build) -> dict[str, Expression]:
+def query_tiles(build: Build) -> dict[str, Expr]:
     """Returns how many query tiles blocks share, and how many blocks share the keys of each.
 
     These are the tiles that remain after the whole rounds; in variant split_kv all tiles, if they are fewer than the
@@ -43,31 +57,31 @@ def query_tiles(build: Build) -> dict[str, Expression]:
     """
     if build.variant == SPLIT_KV:
         return few_query_tiles(build.tile_m, build.tile_n, is_varlen=build.has("varlen"))
-    least = ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
-    saved = f"key_tiles - end_time + {PART_KEY_TILES}"
-    is_faster = f"(work_tiles > num_sms) * (remaining_tiles > 0) * ({saved} >= {least})"
+    least = integers.ceil_div(LEAST_SAVED, build.tile_n * (build.columns + build.columns_value))
+    saved = _KEY_TILES - _END_TIME + PART_KEY_TILES
+    is_faster = (WORK_TILES > NUM_SMS) * (_REMAINING_TILES > 0) * (saved >= least)
     return {
         "work_tiles": num_work_tiles(build.tile_m, is_varlen=build.has("varlen")),
-        "key_tiles": f"ceil_div(num_keys, {build.tile_n})",
-        **_fastest_parts("key_tiles", LEAST_PART_KEY_TILES, PART_KEY_TILES, rounds=1),
-        "num_splits_key": f"1 + {is_faster} * (fastest_splits - 1)",
-        "shared_tiles": "(num_splits_key > 1) * remaining_tiles",
+        "key_tiles": ceil_div(NUM_KEYS, build.tile_n),
+        **_fastest_parts(_KEY_TILES, LEAST_PART_KEY_TILES, PART_KEY_TILES, rounds=1),
+        "num_splits_key": 1 + is_faster * (_FASTEST_SPLITS - 1),
+        "shared_tiles": (NUM_SPLITS_KEY > 1) * _REMAINING_TILES,
     }
 
 
-def few_query_tiles(tile_m: int, tile_n: int, *, is_varlen: bool) -> dict[str, Expression]:
+def few_query_tiles(tile_m: int, tile_n: int, *, is_varlen: bool) -> dict[str, Expr]:
     """Returns `query_tiles` of variant split_kv with this tile: the parts take one round.
 
     most_splits: parts of each query tile that all SMs compute at the same time
     """
-    parts = f"max(min(div(num_sms, max(work_tiles, 1)), div(key_tiles, {LEAST_PART_KEY_TILES})), 1)"
-    saves_enough = f"key_tiles - ceil_div(key_tiles, most_splits) >= {PART_KEY_TILES + LEAST_SAVED_FEW}"
+    most_splits = Name("most_splits")
+    saves_enough = _KEY_TILES - ceil_div(_KEY_TILES, most_splits) >= PART_KEY_TILES + LEAST_SAVED_FEW
     return {
         "work_tiles": num_work_tiles(tile_m, is_varlen=is_varlen),
-        "key_tiles": f"ceil_div(num_keys, {tile_n})",
-        "most_splits": parts,
-        "num_splits_key": f"1 + (num_sms > work_tiles) * ({saves_enough}) * (most_splits - 1)",
-        "shared_tiles": "(num_splits_key > 1) * work_tiles",
+        "key_tiles": ceil_div(NUM_KEYS, tile_n),
+        "most_splits": maximum(minimum(NUM_SMS // maximum(WORK_TILES, 1), _KEY_TILES // LEAST_PART_KEY_TILES), 1),
+        "num_splits_key": 1 + (NUM_SMS > WORK_TILES) * saves_enough * (most_splits - 1),
+        "shared_tiles": (NUM_SPLITS_KEY > 1) * WORK_TILES,
     }
 
 
@@ -78,17 +92,17 @@ def time_of_few(work_tiles: int, query_tiles: int, num_sms: int) -> int:
     work_tiles: key tiles of all heads, fewer than num_sms, the multiprocessors. query_tiles: of each
     """
     values = {"work_tiles": work_tiles, "num_sms": num_sms, "query_tiles": query_tiles}
-    for name, expression in _fastest_parts("query_tiles", LEAST_PART_TILES, PART_TILES).items():
-        values[name] = evaluate(expression, values)
+    for name, rule in _fastest_parts(_QUERY_TILES, LEAST_PART_TILES, PART_TILES).items():
+        values[name] = rule.evaluate(values)
     return values["end_time"]
 
 
 def _fastest_parts(
-    tiles: str, least: int, overhead: int, repeats: str = "1", rounds: int = PART_ROUNDS
-) -> dict[str, Expression]:
+    tiles: Expr, least: int, overhead: int, repeats: Expr = ONE, rounds: int = PART_ROUNDS
+) -> dict[str, Expr]:
     """Returns in how many parts each of the work tiles that remain after the whole rounds is the fastest.
 
-    tiles: name of the number of tiles that a work tile visits, `repeats` times each
+    tiles: how many a work tile visits, `repeats` times each
     least: the fewest tiles of a part
     overhead: the time that a part takes besides, in tiles
     rounds: the most rounds of parts
@@ -98,56 +112,57 @@ def _fastest_parts(
         the least one says how many parts are fastest
     end_time, fastest_splits: both of the fastest
     """
-    found: dict[str, Expression] = {"remaining_tiles": "mod(work_tiles, num_sms)"}
-    fastest = "end_1"
+    rules: dict[str, Expr] = {"remaining_tiles": WORK_TILES % NUM_SMS}
+    ends: list[Expr] = []
     for n in range(1, rounds + 1):
-        splits = f"div({n} * num_sms, max(remaining_tiles, 1)), div({tiles}, {least})"
-        found[f"splits_{n}"] = f"max(min(min({splits}), {MOST_SPLITS - 1}), 1)"
-        part = f"{repeats} * ceil_div({tiles}, splits_{n}) + {overhead}"
-        taken = f"ceil_div(remaining_tiles * splits_{n}, num_sms) * ({part})"
-        found[f"end_{n}"] = f"{taken} * {MOST_SPLITS} + splits_{n}"
-        fastest = f"min({fastest}, end_{n})" if n > 1 else fastest
-    found["fastest_end"] = fastest
-    found["end_time"] = f"div(fastest_end, {MOST_SPLITS})"
-    found["fastest_splits"] = f"mod(fastest_end, {MOST_SPLITS})"
-    return found
+        splits = Name(f"splits_{n}")
+        most = minimum(n * NUM_SMS // maximum(_REMAINING_TILES, 1), tiles // least)
+        rules[splits.name] = maximum(minimum(most, MOST_SPLITS - 1), 1)
+        part = repeats * ceil_div(tiles, splits) + overhead
+        end = Name(f"end_{n}")
+        rules[end.name] = ceil_div(_REMAINING_TILES * splits, NUM_SMS) * part * MOST_SPLITS + splits
+        ends.append(end)
+    rules["fastest_end"] = functools.reduce(minimum, ends)
+    rules["end_time"] = Name("fastest_end") // MOST_SPLITS
+    rules["fastest_splits"] = Name("fastest_end") % MOST_SPLITS
+    return rules
 
 
-def num_work_tiles(tile_m: int, *, is_varlen: bool) -> Expression:
+def num_work_tiles(tile_m: int, *, is_varlen: bool) -> Expr:
     """Returns the query tiles of all heads; with variable lengths at least as many."""
-    of_longest = f"ceil_div(num_queries, {tile_m}) * batch"
+    of_longest = ceil_div(NUM_QUERIES, tile_m) * BATCH
     if not is_varlen:
-        return f"{of_longest} * num_heads"
-    return f"min({of_longest}, div(tokens_q, {tile_m}) + batch) * num_heads"
+        return of_longest * NUM_HEADS
+    return minimum(of_longest, TOKENS_Q // tile_m + BATCH) * NUM_HEADS
 
 
-def key_tiles(build: Build) -> dict[str, Expression]:
+def key_tiles(build: Build) -> dict[str, Expr]:
     """Returns how many of the last key tiles blocks share, and how many blocks share the queries of each.
 
     work_tiles: key tiles of all heads
     """
-    group = "group" if build.has("grouped") else "1"
-    is_faster = f"(remaining_tiles > 0) * ({group} * query_tiles - end_time >= {LEAST_SAVED_QUERY_TILES})"
+    group = GROUP if build.has("grouped") else ONE
+    is_faster = (_REMAINING_TILES > 0) * (group * _QUERY_TILES - _END_TIME >= LEAST_SAVED_QUERY_TILES)
     return {
-        "work_tiles": f"ceil_div(num_keys, {build.tile_n}) * num_heads_key * batch",
-        "query_tiles": f"ceil_div(num_queries, {build.tile_m})",
-        **_fastest_parts("query_tiles", LEAST_PART_TILES, PART_TILES, group),
-        "num_splits_query": f"1 + {is_faster} * (fastest_splits - 1)",
-        "shared_key_tiles": "(num_splits_query > 1) * remaining_tiles",
+        "work_tiles": ceil_div(NUM_KEYS, build.tile_n) * NUM_HEADS_KEY * BATCH,
+        "query_tiles": ceil_div(NUM_QUERIES, build.tile_m),
+        **_fastest_parts(_QUERY_TILES, LEAST_PART_TILES, PART_TILES, group),
+        "num_splits_query": 1 + is_faster * (_FASTEST_SPLITS - 1),
+        "shared_key_tiles": (Name("num_splits_query") > 1) * _REMAINING_TILES,
     }
 
 
-def sums_bytes(build: Build) -> Expression:
+def sums_bytes(build: Build) -> Expr:
     """Returns the bytes of what the parts of shared key tiles are added to."""
-    return times("shared_key_tiles", shared_tile_layout(build).total * WORD_BYTES)
+    return times(Name("shared_key_tiles"), shared_tile_layout(build).total * WORD_BYTES)
 
 
 def combine_grid(build: Build) -> Grid:
     """Returns the grid of the kernel that joins the parts of shared query tiles: a warp for each row."""
-    return times("shared_tiles", build.tile_m // COMBINE_WARPS), "1", "1"
+    return times(Name("shared_tiles"), build.tile_m // COMBINE_WARPS), ONE, ONE
 
 
-def parts_bytes(build: Build) -> dict[str, Expression]:
+def parts_bytes(build: Build) -> dict[str, Expr]:
     """Returns the bytes of the partial results of shared query tiles by their names."""
-    rows = f"shared_tiles * num_splits_key * {build.tile_m * F32_BYTES}"
+    rows = Name("shared_tiles") * NUM_SPLITS_KEY * (build.tile_m * F32_BYTES)
     return {"partial_output": times(rows, build.columns_value), "partial_logsumexp": rows}

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.plan.build import Build, Warps
-from cutlass_py_attn.plan.expressions import Expression, Grid, times
+from cutlass_py_attn.plan.expressions import Expr, Grid, ceil_div, maximum, minimum, times
+from cutlass_py_attn.plan.names import BATCH, NUM_HEADS, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, NUM_SPLITS_KEY
 from cutlass_py_attn.plan.resources import warp_grid
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, gradient_columns
 from cutlass_py_attn.problem.problem import Problem
@@ -46,22 +47,22 @@ def with_warps(build: Build) -> Build:
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel: query tiles in the forward, key splits in the backward, by head, batch."""
     if build.kind == "forward":
-        query_tiles = f"ceil_div(num_queries, {build.tile_m})"
-        return times(query_tiles, blocks_per_tile(build)), "num_heads", "batch"
-    return times("num_splits_key", blocks_per_tile(build)), "num_heads_key", "batch"
+        query_tiles = ceil_div(NUM_QUERIES, build.tile_m)
+        return times(query_tiles, blocks_per_tile(build)), NUM_HEADS, BATCH
+    return times(NUM_SPLITS_KEY, blocks_per_tile(build)), NUM_HEADS_KEY, BATCH
 
 
-def num_splits_key(build: Build) -> Expression:
+def num_splits_key(build: Build) -> Expr:
     """Returns the blocks of the backward that share one (batch, key head): enough for SPLIT_WAVES blocks per SM.
 
     Never more than there are key tiles. With fewer blocks than key tiles, a block computes several key tiles and
     balances their unequal lengths under a causal mask. A deterministic block waits only for blocks that started before
     it, so each has one key tile.
     """
-    key_tiles = f"ceil_div(num_keys, {build.tile_n})"
+    key_tiles = ceil_div(NUM_KEYS, build.tile_n)
     if build.deterministic:
         return key_tiles
-    return f"min({key_tiles}, ceil_div({SPLIT_WAVES} * num_sms, max(batch * num_heads_key, 1)))"
+    return minimum(key_tiles, ceil_div(SPLIT_WAVES * NUM_SMS, maximum(BATCH * NUM_HEADS_KEY, 1)))
 
 
 def reason(build: Build) -> str:

@@ -6,13 +6,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn import integers
 from cutlass_py_attn.plan import decode, shared_tiles, tile_order, tile_time
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
-from cutlass_py_attn.plan.expressions import Expression, Grid, times
+from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
 from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
 from cutlass_py_attn.plan.grad_bias_mode import has_wgmma, unsupported_sm90
+from cutlass_py_attn.plan.names import (
+    BATCH,
+    GROUP,
+    NUM_HEADS,
+    NUM_HEADS_KEY,
+    NUM_KEYS,
+    NUM_QUERIES,
+    NUM_SMS,
+    NUM_SPLITS_KEY,
+    WORK_TILES,
+)
 from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
@@ -285,7 +296,7 @@ def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bo
         return False
     if _parts_of_key_tiles_are_faster(problem, num_sms):
         return False
-    tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, WARPGROUP_ROWS)
+    tiles = shape.batch * shape.num_heads_key * integers.ceil_div(shape.num_keys, WARPGROUP_ROWS)
     if shape.group > 1 and _query_heads_is_faster(problem, replace(tile, tile_n=2 * WARPGROUP_ROWS), num_sms):
         return False
     if not is_narrow and shape.num_keys <= 2 * WARPGROUP_ROWS:
@@ -301,7 +312,7 @@ def _parts_of_key_tiles_are_faster(problem: Problem, num_sms: int) -> bool:
     """
     shape = problem.shape
     has_equal_tiles = problem.mask.form == "full" and {*problem.features} <= {"grouped", "sinks"}
-    work_tiles = shape.batch * shape.num_heads_key * ceil_div(shape.num_keys, 2 * WARPGROUP_ROWS)
+    work_tiles = shape.batch * shape.num_heads_key * integers.ceil_div(shape.num_keys, 2 * WARPGROUP_ROWS)
     if not has_equal_tiles or problem.deterministic or work_tiles >= num_sms:
         return False
     dims = shape.head_dim, shape.head_dim_value
@@ -309,7 +320,7 @@ def _parts_of_key_tiles_are_faster(problem: Problem, num_sms: int) -> bool:
     if not is_narrow and (min(dims) <= WARPGROUP_ROWS or max(dims) > NARROW_HEAD_DIM):
         return False
     rows = 2 * WARPGROUP_ROWS if is_narrow else WARPGROUP_ROWS
-    query_tiles = shape.group * ceil_div(shape.num_queries, rows)
+    query_tiles = shape.group * integers.ceil_div(shape.num_queries, rows)
     saved = query_tiles - shared_tiles.time_of_few(work_tiles, query_tiles, num_sms)
     return saved * rows >= LEAST_SAVED_QUERIES
 
@@ -322,7 +333,7 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     band, tiles = problem.mask.band(shape.num_queries, shape.num_keys), (tile.tile_m, tile.tile_n)
     sees_keys = all(
         tile_order.key_tile_start(band, query_tile, *tiles) < tile_order.key_tile_end(band, query_tile, *tiles)
-        for query_tile in range(ceil_div(shape.num_queries, tile.tile_m))
+        for query_tile in range(integers.ceil_div(shape.num_queries, tile.tile_m))
     )
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
@@ -337,8 +348,8 @@ def _per_head_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> boo
     has_one_tile = shape.num_queries <= tile.tile_m and shape.num_keys <= tile.tile_n
     if is_narrow and tile.tile_m == WARPGROUP_ROWS and not has_one_tile:
         return False
-    heads, key_tiles = shape.batch * shape.num_heads_key, ceil_div(shape.num_keys, tile.tile_n)
-    busiest, shared = ceil_div(heads, num_sms) * key_tiles, ceil_div(heads * key_tiles, num_sms)
+    heads, key_tiles = shape.batch * shape.num_heads_key, integers.ceil_div(shape.num_keys, tile.tile_n)
+    busiest, shared = integers.ceil_div(heads, num_sms) * key_tiles, integers.ceil_div(heads * key_tiles, num_sms)
     width = shape.head_dim * F32_BYTES + (shape.head_dim + shape.head_dim_value) * ITEM_BYTES[problem.dtype]
     rows = max(min(num_sms, heads), 1) * shape.num_queries * shape.group
     # Under a causal mask a key tile is done with the queries before it.
@@ -356,7 +367,7 @@ def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> 
     shape = problem.shape
     if shape.group == 1 or problem.deterministic or _parts_of_key_tiles_are_faster(problem, num_sms):
         return False
-    key_tiles = shape.batch * ceil_div(shape.num_keys, tile.tile_n)
+    key_tiles = shape.batch * integers.ceil_div(shape.num_keys, tile.tile_n)
     if shape.tokens is not None:  # num_keys is that of the longest sequence
         key_tiles = min(key_tiles, shape.tokens[1] // tile.tile_n + shape.batch)
     most = QUERY_HEADS_WORK_TILES_FULL if problem.mask.form == "full" else QUERY_HEADS_WORK_TILES
@@ -451,57 +462,62 @@ def main_grid(build: Build) -> Grid:
     Blocks with y > 0 compute one query tile each, of the last rounds.
     """
     if build.variant == PER_HEAD:
-        return _per_head_blocks(), "1", "1"
+        return _per_head_blocks(), ONE, ONE
     if build.shares_chunks:
         return decode.main_grid(build)
     cluster = build.body.cluster
     if build.variant == WIDE and build.kind == "backward":
         return _wide_backward_grid(build)
     if build.variant == WIDE:
-        return f"{cluster} * ceil_div(num_queries, {build.tile_m * cluster})", "num_heads", "batch"
+        return cluster * ceil_div(NUM_QUERIES, build.tile_m * cluster), NUM_HEADS, BATCH
     if build.shares_query_tiles:
-        return "max(min(num_sms, work_tiles * num_splits_key), 1)", "1", "1"
+        return _up_to_sms(WORK_TILES * NUM_SPLITS_KEY), ONE, ONE
     if SHARED_END in build.options:
-        return "max(min(num_sms, work_tiles * num_splits_query), 1)", "1", "1"
+        return _up_to_sms(WORK_TILES * Name("num_splits_query")), ONE, ONE
     if build.kind == "forward":
-        work_tiles = f"ceil_div(num_queries, {build.tile_m * cluster}) * num_heads * batch"
+        work_tiles = ceil_div(NUM_QUERIES, build.tile_m * cluster) * NUM_HEADS * BATCH
     else:
-        heads = "num_heads" if build.variant == QUERY_HEADS else "num_heads_key"
-        work_tiles = f"ceil_div(num_keys, {build.tile_n * cluster}) * {heads} * batch"
+        heads = NUM_HEADS if build.variant == QUERY_HEADS else NUM_HEADS_KEY
+        work_tiles = ceil_div(NUM_KEYS, build.tile_n * cluster) * heads * BATCH
     if deals_last_rounds(build):
-        is_long = f"(num_queries >= {LAST_ROUNDS_LENGTH}) * ({work_tiles} >= {LAST_ROUNDS_LEAST} * num_sms)"
-        return f"max(min(num_sms, {work_tiles}), 1)", f"1 + {LAST_ROUNDS} * {is_long}", "1"
+        has_rounds = work_tiles >= LAST_ROUNDS_LEAST * NUM_SMS
+        return _up_to_sms(work_tiles), 1 + LAST_ROUNDS * (NUM_QUERIES >= LAST_ROUNDS_LENGTH) * has_rounds, ONE
     if cluster == 1:
-        return f"max(min(num_sms, {work_tiles}), 1)", "1", "1"
-    return f"{cluster} * max(min(div(num_sms, {cluster}), {work_tiles}), 1)", "1", "1"
+        return _up_to_sms(work_tiles), ONE, ONE
+    return cluster * maximum(minimum(NUM_SMS // cluster, work_tiles), 1), ONE, ONE
+
+
+def _up_to_sms(work_tiles: Expr) -> Expr:
+    """Returns the persistent blocks that compute so many work tiles: at least one, and one for each SM at most."""
+    return maximum(minimum(NUM_SMS, work_tiles), 1)
 
 
 def _wide_backward_grid(build: Build) -> Grid:
     """Returns the grid: for each key head a cluster for each pair of key tiles, twice, and for each of query tiles."""
     cluster = build.body.cluster
-    key_pairs = f"ceil_div(num_keys, {cluster * build.tile_n})"
-    query_pairs = f"ceil_div(num_queries, {cluster * build.tile_m})"
-    return f"{cluster} * (2 * {key_pairs} + group * {query_pairs})", "num_heads_key", "batch"
+    key_pairs = ceil_div(NUM_KEYS, cluster * build.tile_n)
+    query_pairs = ceil_div(NUM_QUERIES, cluster * build.tile_m)
+    return cluster * (2 * key_pairs + GROUP * query_pairs), NUM_HEADS_KEY, BATCH
 
 
 def finish_kv_grid(build: Build) -> Grid:
     """Returns the grid of the kernel that converts dK and dV: a block for the rows of one warpgroup."""
-    return times(f"ceil_div(num_keys, {build.tile_n})", build.tile_n // WARPGROUP_ROWS), "num_heads_key", "batch"
+    return times(ceil_div(NUM_KEYS, build.tile_n), build.tile_n // WARPGROUP_ROWS), NUM_HEADS_KEY, BATCH
 
 
-def num_splits_key(build: Build) -> Expression:
+def num_splits_key(build: Build) -> Expr:
     """Returns the key tiles of the backward: every one is a work tile of its own."""
-    return f"ceil_div(num_keys, {build.tile_n})"
+    return ceil_div(NUM_KEYS, build.tile_n)
 
 
-def per_head_accum_bytes(build: Build) -> Expression:
+def per_head_accum_bytes(build: Build) -> Expr:
     """Returns the bytes of grad_query_accum with one block per head: dQ of one key head for each block."""
-    rows = f"{_per_head_blocks()} * round_up(num_queries, {build.tile_m}) * group"
-    return f"{rows} * {build.columns * F32_BYTES}"
+    rows = _per_head_blocks() * round_up(NUM_QUERIES, build.tile_m) * GROUP
+    return rows * (build.columns * F32_BYTES)
 
 
-def _per_head_blocks() -> Expression:
-    return "max(min(num_sms, num_heads_key * batch), 1)"
+def _per_head_blocks() -> Expr:
+    return _up_to_sms(NUM_HEADS_KEY * BATCH)
 
 
 def reason(build: Build) -> str:

@@ -58,11 +58,12 @@ class OptionRule:
 
     def is_for(self, problem: Problem, tile: TileConfig) -> bool:
         """Returns whether the planner has this tile with the options."""
-        least, most = self.columns
-        dims = problem.shape.head_dim, problem.shape.head_dim_value
         is_tile = (tile.tile_m, tile.tile_n) == (self.tile_m, self.tile_n) and tile.variant in self.variants
-        is_here = is_tile and problem.mask.form in self.masks and problem.direction == self.direction
-        return is_here and all(least < dim <= most for dim in dims)
+        if not is_tile or problem.mask.form not in self.masks or problem.direction != self.direction:
+            return False
+        least, most = self.columns
+        shape = problem.shape
+        return all(least < dim <= most for dim in (shape.head_dim, shape.head_dim_value))
 
 
 # Halves are slower than whole key tiles with 128 columns. float16 has shared_end alone.

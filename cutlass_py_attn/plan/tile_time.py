@@ -15,15 +15,15 @@ What decides between few whole work tiles and their parts is an expression, whic
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn import integers
 from cutlass_py_attn.plan import shared_tiles, tile_order
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import Expression, evaluate
+from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, ceil_div, maximum, minimum
+from cutlass_py_attn.plan.names import NUM_KEYS, NUM_QUERIES, NUM_SPLITS_KEY, WORK_TILES
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import SPLIT_KV
 from cutlass_py_attn.problem.problem import Problem
@@ -161,7 +161,7 @@ def _measured(problem: Problem, usable: list[TileConfig], num_sms: int) -> TileC
     elif form == "full" and least_keys < shape.num_keys <= most_keys:
         estimated, is_one_round = (
             _estimated(problem, usable, num_sms),
-            ceil_div(shape.num_queries, 128) * heads <= num_sms,
+            integers.ceil_div(shape.num_queries, 128) * heads <= num_sms,
         )
         found = (128, 64) if is_one_round and (estimated.tile_m, estimated.tile_n) == (128, 128) else None
     return next((tile for tile in usable if (tile.tile_m, tile.tile_n) == found), None)
@@ -173,16 +173,16 @@ def _has_measured_dims(shape: Shape) -> bool:
 
 
 def _saves_enough(chosen: float, usual: float) -> bool:
-    return bool(evaluate(_SAVES_ENOUGH, {"chosen": chosen, "usual": usual}))
+    return bool(_SAVES_ENOUGH.evaluate({"chosen": chosen, "usual": usual}))
 
 
-def _gain_rule(chosen: Expression, usual: Expression) -> Expression:
+def _gain_rule(chosen: Expr, usual: Expr) -> Expr:
     """Returns the rule that is 1 if the first estimate is lower by LEAST_GAIN, both in a CUDA graph."""
     in_graph = LAUNCH - GRAPH_LAUNCH
-    return f"100 * ({chosen} - {in_graph}) <= {100 - LEAST_GAIN} * ({usual} - {in_graph})"
+    return 100 * (chosen - in_graph) <= (100 - LEAST_GAIN) * (usual - in_graph)
 
 
-_SAVES_ENOUGH: Final = _gain_rule("chosen", "usual")
+_SAVES_ENOUGH: Final = _gain_rule(Name("chosen"), Name("usual"))
 
 
 def is_single(tile: TileConfig) -> bool:
@@ -217,10 +217,10 @@ def estimate(problem: Problem, tile: TileConfig, num_sms: int) -> float | None:
 
 def _estimate(problem: Problem, tile: TileConfig, speed: TileSpeed, sizes: Mapping[str, int]) -> float:
     form, num_sms = problem.mask.form, sizes["num_sms"]
-    work_tiles = evaluate(_work_tiles(problem, tile), sizes)
-    longest = evaluate(_longest(tile, speed, form), sizes)
+    work_tiles = _work_tiles(problem, tile).evaluate(sizes)
+    longest = _longest(tile, speed, form).evaluate(sizes)
     if form != "causal" or work_tiles <= num_sms:
-        return LAUNCH + ceil_div(work_tiles, num_sms) * longest
+        return LAUNCH + integers.ceil_div(work_tiles, num_sms) * longest
     # Of a causal mask the longest work tiles come first, so that the blocks end at about the same time.
     heads, visited = sizes["batch"] * sizes["num_heads"], _visited(problem, tile)
     total = heads * (len(visited) * _start(tile, speed, form) + sum(visited) * speed.key_tile)
@@ -236,7 +236,7 @@ def _sizes(problem: Problem, num_sms: int) -> dict[str, int]:
     return found if shape.tokens is None else found | {"tokens_q": shape.tokens[0]}
 
 
-def _work_tiles(problem: Problem, tile: TileConfig) -> Expression:
+def _work_tiles(problem: Problem, tile: TileConfig) -> Expr:
     return shared_tiles.num_work_tiles(tile.tile_m, is_varlen=problem.shape.tokens is not None)
 
 
@@ -246,22 +246,23 @@ def _visited(problem: Problem, tile: TileConfig) -> list[int]:
     band = problem.mask.band(shape.num_queries, shape.num_keys)
     firsts_and_ends = (
         (tile_order.key_tile_start(band, i, tile_m, tile_n), tile_order.key_tile_end(band, i, tile_m, tile_n))
-        for i in range(ceil_div(shape.num_queries, tile_m))
+        for i in range(integers.ceil_div(shape.num_queries, tile_m))
     )
     return [max(end - first, 1) for first, end in firsts_and_ends]
 
 
-def _longest(tile: TileConfig | Build, speed: TileSpeed, form: str, splits: Expression = "1") -> Expression:
+def _longest(tile: TileConfig | Build, speed: TileSpeed, form: str, splits: Expr = ONE) -> Expr:
     """Returns the time of the longest work tile, which has the last query, or of the longest of its parts.
 
     form: of the mask, without a window. splits: the parts of a work tile
     """
-    seen = "num_keys"
+    seen: Expr = NUM_KEYS
     if form == "causal":
-        seen = "min(num_keys, num_queries + window_right + bottom_right * (num_keys - num_queries))"
-    visited = f"max(ceil_div({seen}, {tile.tile_n}), 1)"
-    visited = visited if splits == "1" else f"ceil_div({visited}, {splits})"
-    return f"{_start(tile, speed, form)} + {visited} * {speed.key_tile}"
+        shift = Name("bottom_right") * (NUM_KEYS - NUM_QUERIES)
+        seen = minimum(NUM_KEYS, NUM_QUERIES + Name("window_right") + shift)
+    visited = maximum(ceil_div(seen, tile.tile_n), 1)
+    visited = visited if splits == ONE else ceil_div(visited, splits)
+    return _start(tile, speed, form) + visited * speed.key_tile
 
 
 def _start(tile: TileConfig | Build, speed: TileSpeed, form: str) -> int:
@@ -289,7 +290,7 @@ def faster_in_parts(
     times = {
         tile: time
         for tile, speed in known
-        if speed is not None and not speed.is_single and evaluate(_work_tiles(problem, tile), sizes) < num_sms
+        if speed is not None and not speed.is_single and _work_tiles(problem, tile).evaluate(sizes) < num_sms
         if (time := _time_in_parts(problem, tile, speed, sizes)) is not None
     }
     if not times:
@@ -303,21 +304,21 @@ def _time_in_parts(problem: Problem, tile: TileConfig, speed: TileSpeed, sizes: 
     values = dict(sizes)
     rules = shared_tiles.few_query_tiles(tile.tile_m, tile.tile_n, is_varlen=problem.shape.tokens is not None)
     for name, rule in rules.items():
-        values[name] = evaluate(rule, values)
+        values[name] = rule.evaluate(values)
     if values["num_splits_key"] == 1:
         return None
-    time: int = evaluate(_in_parts(tile, speed, problem.mask.form, problem.shape.head_dim_value), values)
+    time: int = _in_parts(tile, speed, problem.mask.form, problem.shape.head_dim_value).evaluate(values)
     return time
 
 
-def _in_parts(tile: TileConfig | Build, speed: TileSpeed, form: str, head_dim_value: int) -> Expression:
+def _in_parts(tile: TileConfig | Build, speed: TileSpeed, form: str, head_dim_value: int) -> Expr:
     """Returns the estimated time of few query tiles in parts, over the names of `shared_tiles.few_query_tiles`."""
-    stored = f"work_tiles * num_splits_key * {tile.tile_m * head_dim_value * F32_BYTES}"
-    return f"{LAUNCH + JOIN} + div({stored}, {JOIN_BYTES}) + {_longest(tile, speed, form, 'num_splits_key')}"
+    stored = WORK_TILES * NUM_SPLITS_KEY * (tile.tile_m * head_dim_value * F32_BYTES)
+    return LAUNCH + JOIN + stored // JOIN_BYTES + _longest(tile, speed, form, NUM_SPLITS_KEY)
 
 
-def preferred_in_parts(build: Build, usual: TileConfig, others: Iterable[Build] = ()) -> Expression:
-    """Returns the rule that is 1 if a kernel of variant split_kv is estimated to be the fastest; "0" for never.
+def preferred_in_parts(build: Build, usual: TileConfig, others: Iterable[Build] = ()) -> Expr:
+    """Returns the rule that is 1 if a kernel of variant split_kv is estimated to be the fastest; 0 for never.
 
     usual: a tile without parts, of at least as many query rows, so that its work tiles are fewer than the SMs too
     others: kernels of variant split_kv with other tiles; of the fastest ones each has 1
@@ -326,23 +327,24 @@ def preferred_in_parts(build: Build, usual: TileConfig, others: Iterable[Build] 
     known = {} if speeds is None else speeds.tiles
     speed, usual_speed = (known.get((it.tile_m, it.tile_n)) for it in (build, usual))
     if speed is None or usual_speed is None or speed.is_single:
-        return "0"
+        return Number(0)
     chosen = _in_parts(build, speed, build.mask, build.head_dim_value)
-    whole = f"{LAUNCH} + {_longest(usual, usual_speed, build.mask)}"
-    rule = f"(num_splits_key > 1) * ({_gain_rule(chosen, whole)})"
+    whole = LAUNCH + _longest(usual, usual_speed, build.mask)
+    rule = (NUM_SPLITS_KEY > 1) * _gain_rule(chosen, whole)
     for other in others:
         if other_speed := known.get((other.tile_m, other.tile_n)):
             rules = shared_tiles.query_tiles(other)
             time = _inlined(_in_parts(other, other_speed, other.mask, other.head_dim_value), rules)
-            rule += f" * (({_inlined('num_splits_key', rules)} == 1) + ({chosen} <= {time}) > 0)"
+            rule *= _inlined(NUM_SPLITS_KEY, rules).equals(1) + (chosen <= time) > 0
     return rule
 
 
-def _inlined(expression: Expression, rules: dict[str, Expression]) -> Expression:
+def _inlined(expression: Expr, rules: dict[str, Expr]) -> Expr:
     """Returns an expression with the rules in place of their names, of which each names those before it alone."""
-    for name, rule in reversed(rules.items()):
-        expression = re.sub(rf"\b{name}\b", f"({rule})", expression)
-    return expression
+    known: dict[str, Expr] = {}
+    for name, rule in rules.items():
+        known[name] = rule.substitute(known)
+    return expression.substitute(known)
 
 
 def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:

@@ -16,7 +16,6 @@ from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.variants import E4M3, E4M3_CACHE, MLA
 from cutlass_py_attn.problem import spec
@@ -159,7 +158,7 @@ def test_decode_tiles_of_a_scale_of_each_row(tmp_path: Path) -> None:
         for queries, rows in ((1, (1, 16)), (8, (17, 32)), (16, (33, 128))):
             case = f"bf16_d128_q{queries}_s8192_b4_h32k8_full_kv8_descale{grain}"
             rule = preferred_when(planner.builds(parsed(case), "sm_90")[0])
-            taken = [count for count in range(1, 129) if evaluate(rule, {"num_queries": count, "group": 1})]
+            taken = [count for count in range(1, 129) if rule.evaluate({"num_queries": count, "group": 1})]
             assert (taken[0], taken[-1]) == rows
 
 

@@ -10,7 +10,7 @@ from cutlass_py_attn.bundle.dispatch import facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.bundle.manifest import names_of
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import expressions, planner
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture, runs_on
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
@@ -59,7 +59,7 @@ def _in_parts(builds: list[Build], problem: Problem, num_sms: int) -> Plan | Non
     """
     for build in sorted((build for build in builds if build.variant == SPLIT_KV), key=order_key):
         plan = planner.plan_of_build(problem, build, num_sms)
-        if expressions.evaluate(preferred_when(build, builds), names_of(problem, plan, num_sms)):
+        if preferred_when(build, builds).evaluate(names_of(problem, plan, num_sms)):
             return plan
     return None
 

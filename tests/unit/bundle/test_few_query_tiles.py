@@ -9,9 +9,10 @@ import pytest
 
 from cutlass_py_attn import export_bundle, export_library
 from cutlass_py_attn.bundle.dispatch import NEVER, order_key, preferred_when
-from cutlass_py_attn.plan import expressions, launch_rules, planner, sm90
+from cutlass_py_attn.plan import launch_rules, planner, sm90
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.expressions import Expr
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tiles import sm90_tiles
 from cutlass_py_attn.plan.variants import MULTICAST, SPLIT_KV, STANDARD
@@ -42,10 +43,10 @@ def in_parts(problem: Problem) -> dict[Build, TileConfig]:
     return found
 
 
-def is_preferred(rule: str, problem: Problem, build: Build, num_sms: int) -> bool:
+def is_preferred(rule: Expr, problem: Problem, build: Build, num_sms: int) -> bool:
     """Whether the rule of the build's kernel is 1 for a problem."""
     numbers = {"window_right": problem.mask.edges[1], "bottom_right": int(problem.mask.bottom_right)}
-    return bool(expressions.evaluate(rule, launch_rules.values(problem, build, num_sms) | numbers))
+    return bool(rule.evaluate(launch_rules.values(problem, build, num_sms) | numbers))
 
 
 def planned(problem: Problem, num_sms: int) -> tuple[set[tuple[int, int]], TileConfig]:
@@ -108,7 +109,7 @@ def test_a_library_has_both_kernels_and_a_bundle_one(tmp_path: Path) -> None:
     assert (standard.build.variant, split.build.variant) == (STANDARD, SPLIT_KV)
     assert split == planner.plan(problem, "sm_90a")
     (item,) = library.manifest["problems"]
-    assert [target["preferred_when"] for target in item["targets"]] == ["1", preferred_when(split.build)]
+    assert [target["preferred_when"] for target in item["targets"]] == ["1", str(preferred_when(split.build))]
     assert [launch["role"] for launch in item["targets"][1]["launches"]] == ["main", "combine"]
     bundle = export_bundle(tmp_path / "bundle", [problem], ["sm_90a"], kernels=fakes.artifact)
     assert [plan.build for plan in bundle.plans("forward")] == [standard.build]
@@ -122,7 +123,7 @@ def test_few_long_sequences_have_parts_before_clusters(tmp_path: Path) -> None:
     assert [build.variant for build in builds] == [STANDARD, SPLIT_KV, MULTICAST]
     assert min(builds, key=order_key).variant == SPLIT_KV
     names = {"num_queries": 4096, "num_keys": 4096}
-    assert expressions.evaluate(preferred_when(builds[2]), names) == 1
+    assert preferred_when(builds[2]).evaluate(names) == 1
     assert is_preferred(preferred_when(builds[1]), problem, builds[1], 132)
 
 

@@ -27,6 +27,7 @@ from cutlass_py_attn.errors import AttentionError, CompileError, NotSupported, S
 from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import FUNCTIONS
+from cutlass_py_attn.plan.names import NUM_QUERIES
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import DIRECTIONS
@@ -88,7 +89,7 @@ def test_an_entry_that_the_exported_problem_does_not_launch_is_in_the_manifest(t
 
 
 def test_an_export_refuses_rules_that_are_not_the_planner_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_rules, "launch_condition", lambda build, role: "num_queries > 1000")
+    monkeypatch.setattr(launch_rules, "launch_condition", lambda build, role: NUM_QUERIES > 1000)
     with pytest.raises(Stale, match="no plan launches the entry main; update the rules of bundles"):
         export(tmp_path / "bundle", "forward")
 

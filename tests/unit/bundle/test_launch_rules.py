@@ -15,7 +15,7 @@ from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.bundle.numbers import inputs
 from cutlass_py_attn.bundle.rules import tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import decode, entry_points, expressions, launch_rules, planner
+from cutlass_py_attn.plan import decode, entry_points, launch_rules, planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.preconditions import conditions, limits, mapped
@@ -78,10 +78,10 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
     build = plan.build
     names = {name: item.value for name, item in inputs(other, build).items()} | {"num_sms": num_sms}
     for name, rule in launch_rules.definitions(exported, build).items():
-        names[name] = expressions.evaluate(rule, names)
+        names[name] = rule.evaluate(names)
 
     def holds(role: str) -> bool:
-        return bool(expressions.evaluate(launch_rules.launch_condition(build, role), names))
+        return bool(launch_rules.launch_condition(build, role).evaluate(names))
 
     grids_of = launch_rules.grids_of(exported, build)
     has_maps = any(launch.tensor_maps for launch in plan.launches)
@@ -90,15 +90,15 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
     return {
         "sizes": {name: names[name] for name in launch_rules.definitions(exported, build) if name != "group"},
         "launches": {
-            symbol: tuple(expressions.evaluate(rule, names) for rule in grids_of[role])
+            symbol: tuple(rule.evaluate(names) for rule in grids_of[role])
             for role, symbol in entry_points.entries(build).items()
             if holds(role)
         },
-        "maps": [tuple(tuple(expressions.evaluate(rule, names) for rule in side) for side in both) for both in maps],
+        "maps": [tuple(tuple(rule.evaluate(names) for rule in side) for side in both) for both in maps],
         "parts": {
-            rule.name: expressions.evaluate(rule.bytes, names)
+            rule.name: rule.bytes.evaluate(names)
             for rule in launch_rules.workspace(build)
-            if expressions.evaluate(rule.condition, names)
+            if rule.condition.evaluate(names)
         },
     }
 
@@ -107,7 +107,7 @@ def allowed(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> list
     """The conditions of the exported problem's bundle that the other problem breaks."""
     names = names_of(other, plan, num_sms)
     required = *conditions(exported, plan.build), *limits(exported, plan.build)
-    return [says for rule, says in required if not expressions.evaluate(rule, names)]
+    return [says for rule, says in required if not rule.evaluate(names)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -164,9 +164,9 @@ def test_rules_of_pages_are_the_planner(exported: Problem, other: Problem) -> No
     recipes = zip(plan.launches[0].tensor_maps, same.launches[0].tensor_maps, mapped(plan.build), strict=True)
     for ours, theirs, name in recipes:
         box = tensor_map_box(exported, plan.build, name, ours.box)
-        assert tuple(expressions.evaluate(rule, sizes) for rule in box) == theirs.box
+        assert tuple(rule.evaluate(sizes) for rule in box) == theirs.box
     fields = launch_rules.fields(exported, plan.build, inputs(exported, plan.build))
-    assert expressions.evaluate(fields["value_page_rows"], sizes) == dict(same.params)["value_page_rows"]
+    assert fields["value_page_rows"].evaluate(sizes) == dict(same.params)["value_page_rows"]
 
 
 def test_manifest_has_both_maps_of_value() -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from cutlass_py_attn import export_bundle, export_library, load_bundle
 from cutlass_py_attn.bundle import interface, library, row_spec
-from cutlass_py_attn.bundle.dispatch import ALWAYS, facts_of, order_key, preferred_when
+from cutlass_py_attn.bundle.dispatch import ALWAYS, NEVER, facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import MANIFEST, Bundle
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of, sealed
 from cutlass_py_attn.bundle.names import name_objections
@@ -23,7 +23,7 @@ from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import expressions, planner, sm90
+from cutlass_py_attn.plan import planner, sm90
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
@@ -147,7 +147,7 @@ def test_rules_of_decode_kernels_for_few_and_for_many_sequences() -> None:
     for build in {chosen[1], chosen[64]}:
         for batch, of_batch in chosen.items():
             names = {"num_queries": 1, "group": 4, "num_heads_key": 8, "batch": batch}
-            assert expressions.evaluate(preferred_when(build), names) == (build == of_batch), batch
+            assert preferred_when(build).evaluate(names) == (build == of_batch), batch
 
 
 def test_rules_of_decode_kernels_for_their_rows() -> None:
@@ -156,13 +156,13 @@ def test_rules_of_decode_kernels_for_their_rows() -> None:
         rule = preferred_when(build)
         taken = [
             count for count in range(1, 65)
-            if expressions.evaluate(rule, {"num_queries": count, "group": 1})
+            if rule.evaluate({"num_queries": count, "group": 1})
         ]  # fmt: skip
         assert (taken[0], taken[-1]) == rows
     wide = planner.builds(problem_of("forward", DECODE.replace("d64", "d256")), "sm_90")[0]
     assert preferred_when(wide) == ALWAYS, "the tile table has one tile for any number of rows"
     fallback = planner.builds(problem_of("forward", DECODE), "sm_90")[1]
-    assert (fallback.family, preferred_when(fallback)) == ("decode", "0")
+    assert (fallback.family, preferred_when(fallback)) == ("decode", NEVER)
     assert preferred_when(planner.builds(problem_of("forward"), "sm_90a")[0]) == ALWAYS
 
 
@@ -491,7 +491,7 @@ def test_rules_of_rows_are_the_plan(tmp_path: Path, word: str) -> None:
     values = {field["name"]: field["value"] for field in target["struct"]["fields"] if "value" in field}
     assert values == {**dict.fromkeys(values, 0), **dict(plan.params)}, "0: an address that the problem does not have"
     assert target["launches"][0]["grid"] == list(plan.launches[0].grid) == [1, 1, 1]
-    assert (target["workspace"]["bytes"], target["preferred_when"]) == (0, ALWAYS)
+    assert (target["workspace"]["bytes"], target["preferred_when"]) == (0, str(ALWAYS))
     assert {*item["pointers"]} == {field["pointer"] for field in target["struct"]["fields"] if "pointer" in field}
     path = bundle.path / MANIFEST
     changed = json.loads(path.read_text())
@@ -519,7 +519,7 @@ def test_variants_are_preferred_where_the_planner_prefers_them(case: str, direct
                 lengths = Shape(batch, length, length, 4, 128, 128, 2, tokens)
                 problem = Problem.dense(direction, lengths, "bfloat16", exported_problem.mask)
                 names = names_of(problem, planner.plan_of_build(problem, build, num_sms), num_sms)
-                rule = expressions.evaluate(preferred_when(build), names)
+                rule = preferred_when(build).evaluate(names)
                 assert bool(rule) == sm90.applies(problem, tile, num_sms), (tile.variant, length, batch)
                 checked.add((tile.variant, bool(rule)))
     wanted = {"forward": MULTICAST, "backward": QUERY_HEADS}[direction]

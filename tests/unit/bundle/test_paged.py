@@ -86,9 +86,9 @@ def test_rules_refuse_other_sizes(tmp_path: Path, changes: dict[str, int], says:
     forward, target = target_of(tmp_path, CASE)
     names = {name: item["value"] for name, item in forward["inputs"].items()} | {"num_sms": 132} | changes
     for item in target["definitions"]:
-        names[item["name"]] = expressions.evaluate(item["rule"], names)
+        names[item["name"]] = expressions.parse(item["rule"]).evaluate(names)
     rules = (*target["conditions"], *target["limits"])
-    assert says in [item["says"] for item in rules if not expressions.evaluate(item["rule"], names)]
+    assert says in [item["says"] for item in rules if not expressions.parse(item["rule"]).evaluate(names)]
 
 
 def test_rules_give_the_plans_of_other_sizes(tmp_path: Path) -> None:
@@ -98,10 +98,12 @@ def test_rules_give_the_plans_of_other_sizes(tmp_path: Path) -> None:
     names = {name: item["value"] for name, item in forward["inputs"].items()} | {"num_sms": 132}
     names |= {"batch": 64, "num_queries": 4, "num_keys": 131072, "page_size": 64, "max_pages": 2048}
     for item in target["definitions"]:
-        names[item["name"]] = expressions.evaluate(item["rule"], names)
-    grids = [[expressions.evaluate(rule, names) for rule in launch["grid_rules"]] for launch in target["launches"]]
+        names[item["name"]] = expressions.parse(item["rule"]).evaluate(names)
+    grids = [
+        [expressions.parse(rule).evaluate(names) for rule in launch["grid_rules"]] for launch in target["launches"]
+    ]
     assert grids == [list(launch.grid) for launch in plan.launches]
-    sizes = [expressions.evaluate(part["bytes_rule"], names) for part in target["workspace"]["buffers"]]
+    sizes = [expressions.parse(part["bytes_rule"]).evaluate(names) for part in target["workspace"]["buffers"]]
     assert sizes == [buffer.bytes for buffer in plan.workspace.buffers]
 
 
@@ -126,7 +128,7 @@ def test_no_number_of_a_launch_is_narrowed(tmp_path: Path) -> None:
         "num_keys": 2**16 * names["page_size"],
         "table_entries": 65535 * 2**16,
     }
-    failing = [item["says"] for item in target["conditions"] if not expressions.evaluate(item["rule"], names)]
+    failing = [item["says"] for item in target["conditions"] if not expressions.parse(item["rule"]).evaluate(names)]
     assert failing == ["table_entries must be at most 2147483647; call once for each slice"]
     bundle = bundles.export(tmp_path / "packed", "forward", archs=("sm_90a",), case=PREFILL)
     forward = bundle.manifest["problems"][0]
@@ -136,5 +138,5 @@ def test_no_number_of_a_launch_is_narrowed(tmp_path: Path) -> None:
     for row, says in ((2**33 - 8, []), (2**33, ["query_row must be less than 8589934592 elements: a tensor map has "
                                                 "2^30 such rows"])):  # fmt: skip
         names["query_row"] = row
-        assert (expressions.evaluate(last, names) > 0) == (says == [])
-        assert [it["says"] for it in target["conditions"] if not expressions.evaluate(it["rule"], names)] == says
+        assert (expressions.parse(last).evaluate(names) > 0) == (says == [])
+        assert [it["says"] for it in target["conditions"] if not expressions.parse(it["rule"]).evaluate(names)] == says

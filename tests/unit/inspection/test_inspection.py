@@ -18,8 +18,9 @@ from cutlass_py_attn.inspection import drawing, facts, line_info, listing, page,
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.occupancy import MULTIPROCESSORS, occupancy
 from cutlass_py_attn.inspection.steps import Step
-from cutlass_py_attn.plan import entry_points, expressions, launch_rules
+from cutlass_py_attn.plan import entry_points, launch_rules
 from cutlass_py_attn.plan.arch import ARCHITECTURES
+from cutlass_py_attn.plan.expressions import Grid, Name
 from cutlass_py_attn.plan.planner import plan_forward, plans
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
@@ -244,18 +245,18 @@ def test_grid_rules_give_the_grids_of_plans(arch: str, direction: str) -> None:
     assert checked > 60
 
 
-def evaluated(rule: tuple[str, str, str], problem: Problem, plan: Any) -> tuple[int, ...]:
+def evaluated(rule: Grid, problem: Problem, plan: Any) -> tuple[int, ...]:
     names = launch_rules.values(problem, plan.build, plan.architecture.num_sms)
-    return tuple(expressions.evaluate(part, names) for part in rule)
+    return tuple(part.evaluate(names) for part in rule)
 
 
 def test_grid_rule_of_a_bias_gradient_and_of_sinks() -> None:
     plan = parse_symbol("bwd_sm80_bf16_d64_full_bias_sinks_to_bs_sum_hq", "sm_80")
     rules = {role: launch_rules.grid(plan.build, symbol) for role, symbol in entry_points.entries(plan.build).items()}
-    assert rules["bias"][1:] == ("bias_heads", "bias_batch")
-    assert rules["sinks"] == ("num_heads", "1", "1")
+    assert tuple(map(str, rules["bias"][1:])) == ("bias_heads", "bias_batch")
+    assert tuple(map(str, rules["sinks"])) == ("num_heads", "1", "1")
     gemm = parse_symbol("grad_v_sm80_bf16_d64", "sm_80").build
-    assert launch_rules.grid(gemm, f"{gemm.symbol}_0")[0] == "tiles"
+    assert launch_rules.grid(gemm, f"{gemm.symbol}_0")[0] == Name("tiles")
 
 
 # facts, differences, pictures and pages

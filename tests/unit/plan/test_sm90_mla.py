@@ -14,7 +14,6 @@ import pytest
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan import abi, entry_points, launch_rules, planner, preconditions, resources, sm90, sm90_smem
 from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.expressions import evaluate
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90_mla import CHUNKS, HALVES, P_STRIP, SLOTS, STRIPS, VALUE_CHUNKS, VALUE_STRIPS
 from cutlass_py_attn.plan.tile_config import TileConfig
@@ -358,13 +357,13 @@ def test_preconditions_hold_and_bind_the_strides_of_value() -> None:
     problem = parse(PAGED).problem("forward")
     found = planner.plan(problem, ARCH)
     names = launch_rules.values(problem, found.build, 132) | _strides(problem) | {"scale": 1}
-    for expression, says in [
+    for rule, says in [
         *preconditions.conditions(problem, found.build),
         *preconditions.limits(problem, found.build),
     ]:
-        assert evaluate(expression, names) == 1, says
-    texts = [says for expression, says in preconditions.conditions(problem, found.build)
-             if not evaluate(expression, names | {"value_row": 512})]  # fmt: skip
+        assert rule.evaluate(names) == 1, says
+    texts = [says for rule, says in preconditions.conditions(problem, found.build)
+             if not rule.evaluate(names | {"value_row": 512})]  # fmt: skip
     assert any(text.startswith("value_row must be key_row") for text in texts)
 
 
