@@ -73,10 +73,10 @@ def imported(root: Path, entries: Iterable[str], folders: tuple[str, ...]) -> se
 
 
 def imports(root: Path, name: str) -> Iterator[str]:
-    """Yields the files below the root that a file imports itself."""
+    """Yields the files below the root that a file imports itself, without the package, which lists what users call."""
     for module in _modules((root / name).read_text()):
         files = (f"{module}.py", f"{module}/__init__.py")
-        yield from (file for file in files if (root / file).is_file())
+        yield from (file for file in files if file != f"{PACKAGE}/__init__.py" and (root / file).is_file())
 
 
 @functools.cache
