@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
-from cutlass_py_attn.plan import decode, resources, sm90_choice, tile_time
+from cutlass_py_attn.plan import decode, resources, sm90, tile_time
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.catalogue import FAMILIES, kernel_of
 from cutlass_py_attn.plan.expressions import ONE, Expr, Number, ceil_div, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOKENS_K
@@ -34,6 +33,7 @@ from cutlass_py_attn.score_terms import registry
 
 ALWAYS: Final = ONE
 NEVER: Final = Number(0)
+_FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _of_pages(problem: Problem) -> tuple[str, ...]:
 
 def family_order(build: Build) -> int:
     """Returns the position of the build's family in the order in which families are tried."""
-    return [*FAMILIES].index(build.family)
+    return _FAMILIES.index(build.family)
 
 
 def order_key(build: Build) -> tuple[int | bool, ...]:
@@ -118,15 +118,15 @@ def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
     others: the other kernels with the same facts
     """
     if build.variant == MULTICAST:
-        return minimum(NUM_QUERIES, NUM_KEYS) >= sm90_choice.MULTICAST_LENGTH
+        return minimum(NUM_QUERIES, NUM_KEYS) >= sm90.MULTICAST_LENGTH
     if build.variant == QUERY_HEADS:
-        return _key_tiles(build) * NUM_HEADS_KEY < sm90_choice.QUERY_HEADS_WORK_TILES * NUM_SMS
+        return _key_tiles(build) * NUM_HEADS_KEY < sm90.QUERY_HEADS_WORK_TILES * NUM_SMS
     if build.variant == SPLIT_KV:
         in_parts = [other for other in others if other.variant == SPLIT_KV and other != build]
         return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
     if build.kind in ROW_KINDS:
         return ALWAYS
-    if kernel_of(build).lengths != "any":
+    if build.body.lengths != "any":
         return NEVER
     if build.family != "decode":
         return ALWAYS
@@ -165,7 +165,7 @@ def _tile_of_long_sequences(build: Build) -> TileConfig:
     dims = f"{SHORT_NAMES[build.dtype]}_d{build.head_dim}v{build.head_dim_value}"
     problem = spec.parse(f"{dims}_s{tile_time.LONG_LENGTH}_b1_h1_{build.mask}").problem("forward")
     num_sms = architecture(build.arch).num_sms
-    return sm90_choice.applicable(problem, sm90_tiles(problem), num_sms, any_length=True)[0]
+    return sm90.applicable(problem, sm90_tiles(problem), num_sms, any_length=True)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture, runs_on
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.merge import variant_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.variants import STANDARD
@@ -318,7 +317,7 @@ def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], 
     first, *others = planner.plans(problem, arch)
     for plan in (first, *(plan for plan in others if plan.build.family == first.build.family)):
         build = plan.build
-        if build.variant not in found and kernel_of(build).lengths != "any" and preferred_when(build) != NEVER:
+        if build.variant not in found and build.body.lengths != "any" and preferred_when(build) != NEVER:
             with contextlib.suppress(CompileError, Stale):
                 yield Target(problem, plan, artifact_of(build, kernels), limits.num_sms)
                 found.add(build.variant)
