@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import sizes
+from cutlass_py_attn.jax import partition, sizes
 from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
 from cutlass_py_attn.problem.scalars import shown
 
@@ -84,7 +83,8 @@ class Arguments:
         options = {"mask": mask}
         visible = arrays["mask"]
         if lengths is not None:
-            if visible is None and arrays["bias"] is None and not isinstance(mask, Window) and not _splits_batch(query):
+            has_scores = visible is not None or arrays["bias"] is not None
+            if not has_scores and not isinstance(mask, Window) and not partition.splits_axis(query, 0):
                 return self._packed(query, key, value, lengths, options)
             used = jnp.arange(key.shape[1])[None, None, None, :] < lengths[:, None, None, None]
             visible = used if visible is None else visible & used
@@ -212,11 +212,6 @@ def _four_axes(array: Any) -> Any:
         return None
     array = jnp.asarray(array)
     return array.reshape(*(1,) * (4 - array.ndim), *array.shape)
-
-
-def _splits_batch(query: Any) -> bool:
-    """Returns whether the type of query, on an Explicit mesh, says that the batch is split."""
-    return any(entry is not None for entry in jax.typeof(query).sharding.spec[:1])
 
 
 def _bias(bias: Any, visible: Any, dtype: Any) -> Any:

@@ -113,10 +113,6 @@ def _group(number: int) -> Group:
     return Group(number, drawn.sha256, drawn.problems, tuple(drawn.attempts))
 
 
-def _verification(build: Build) -> str:
-    return launches.of_verification(build)
-
-
 def pool(processes: int, builds: Sequence[Build] = ()) -> ProcessPoolExecutor:
     """Returns new processes, in which `_group` has these kernels at hand."""
     context = get_context("spawn")
@@ -338,7 +334,7 @@ def verifications_of(root: Path, processes: int, *, rehash: bool = False) -> lis
                 open_lines[name] = line
     builds = [build_from(manifest["kernels"][name]["plan"]) for name in open_lines]
     with pool(processes) as workers:
-        found = dict(zip(open_lines, workers.map(_verification, builds), strict=True))
+        found = dict(zip(open_lines, workers.map(launches.of_verification, builds), strict=True))
     for name, line in open_lines.items():
         if line["launch_sha256"] == launch:
             line["launches_sha256"] = found[name]

@@ -137,9 +137,7 @@ def _attempt(program: Program, settings: Settings, seed: int) -> Outcome:
     except Exception as error:  # the program of jax.numpy ran
         return Outcome(seed, "RAISED", _first_line(error))
     what = difference(found, expected, TOLERANCE[program.dtype])
-    if what and program.dtype == "bfloat16" and is_within_rounding(program, leaves, found):
-        what = ""
-    if not what:
+    if not what or (program.dtype == "bfloat16" and is_within_rounding(program, leaves, found)):
         return Outcome(seed, "")
     if program.mode in FORWARD or program.dtype != "float32":
         return Outcome(seed, "VALUE", what)
