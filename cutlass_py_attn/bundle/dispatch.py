@@ -3,8 +3,8 @@
 A kernel takes a call if the call has its facts, its conditions hold, and the device runs it. The first such kernel is
 chosen: decode before sm90 before sm80, wide loads before narrow ones, the newest target first. A kernel that is for
 calls of some sizes alone is tried for these before the others of its family, and for other calls after them
-(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences, few key tiles, or
-few query tiles of many keys.
+(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences, few key tiles, few
+work tiles, or few query tiles of many keys.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
-from cutlass_py_attn.plan import decode, resources, sm90, tile_time
+from cutlass_py_attn.plan import backward_choice, decode, resources, sm90, tile_time
 from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.backward_choice import BackwardKind
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.expressions import ONE, Expr, Number, ceil_div, minimum
+from cutlass_py_attn.plan.expressions import ONE, Expr, Number, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
-from cutlass_py_attn.plan.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOKENS_K
+from cutlass_py_attn.plan.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tiles import decode_tiles, sm90_tiles
-from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS, SPLIT_KV, STANDARD
+from cutlass_py_attn.plan.variants import DS_REGISTERS, KEY_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
@@ -34,6 +35,8 @@ from cutlass_py_attn.score_terms import registry
 ALWAYS: Final = ONE
 NEVER: Final = Number(0)
 _FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are tried
+# Variants of sm90 backwards in this order, before the others, as in the tile tables.
+_BACKWARDS: Final = (PER_HEAD, QUERY_HEADS, KEY_REGISTERS, DS_REGISTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,26 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
         limits.is_portable,
         -major,
         -minor,
-        build.variant != SPLIT_KV,  # before variant multicast, which leaves SMs idle where both are preferred
-        build.tile_m,
-        build.tile_n,
-        build.variant == STANDARD,  # takes every scale, and is slower than variant ds_registers
+        *_tile_order(build),
     )
+
+
+def _tile_order(build: Build) -> tuple[int | bool, ...]:
+    """Sort key of kernels with tiles that several rules may prefer: those of sm90 backwards are in the planner's order.
+
+    Variant split_kv is before multicast, which leaves SMs idle where both are preferred.
+    """
+    if build.kind == "backward" and build.family == "sm90":
+        few_rows = sm90.has_few_rows(build.kind, build)
+        rank = _BACKWARDS.index(build.variant) if build.variant in _BACKWARDS else len(_BACKWARDS)
+        return not few_rows, rank, build.tile_m, build.tile_n, -build.key_stages
+    return build.variant != SPLIT_KV, build.tile_m, build.tile_n
+
+
+def is_for_some_lengths(build: Build) -> bool:
+    """Returns whether a kernel is faster for calls of some sizes alone, beside one for calls of any."""
+    few_rows = build.family == "sm90" and build.kind == "backward" and sm90.has_few_rows(build.kind, build)
+    return few_rows or build.body.lengths != "any"
 
 
 def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
@@ -119,8 +137,9 @@ def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
     """
     if build.variant == MULTICAST:
         return minimum(NUM_QUERIES, NUM_KEYS) >= sm90.MULTICAST_LENGTH
-    if build.variant == QUERY_HEADS:
-        return _key_tiles(build) * NUM_HEADS_KEY < sm90.QUERY_HEADS_WORK_TILES * NUM_SMS
+    if build.kind == "backward" and build.family == "sm90":
+        of_backward = BackwardKind.of(build)
+        return backward_choice.in_sizes(of_backward, backward_choice.is_faster(of_backward, build))
     if build.variant == SPLIT_KV:
         in_parts = [other for other in others if other.variant == SPLIT_KV and other != build]
         return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
@@ -152,12 +171,6 @@ def _between(rows: Sequence[int], most: int) -> Expr:
         return NEVER
     of_head = NUM_QUERIES * GROUP
     return ALWAYS if len(rows) == most else (of_head >= rows[0]) * (of_head <= rows[-1])
-
-
-def _key_tiles(build: Build) -> Expr:
-    """Returns the key tiles of one head over the whole batch; num_keys is the length of the longest sequence."""
-    tiles = BATCH * ceil_div(NUM_KEYS, build.tile_n)
-    return minimum(tiles, TOKENS_K // build.tile_n + BATCH) if build.has("varlen") else tiles
 
 
 def _tile_of_long_sequences(build: Build) -> TileConfig:

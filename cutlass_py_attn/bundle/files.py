@@ -12,7 +12,14 @@ from pathlib import Path
 from cutlass_py_attn.artifact import Artifact, NoPermission, artifact_of, locked, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
-from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
+from cutlass_py_attn.bundle.dispatch import (
+    NEVER,
+    facts_of,
+    family_order,
+    is_for_some_lengths,
+    order_key,
+    preferred_when,
+)
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.names import name_objections
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
@@ -317,7 +324,7 @@ def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], 
     first, *others = planner.plans(problem, arch)
     for plan in (first, *(plan for plan in others if plan.build.family == first.build.family)):
         build = plan.build
-        if build.variant not in found and build.body.lengths != "any" and preferred_when(build) != NEVER:
+        if build.variant not in found and is_for_some_lengths(build) and preferred_when(build) != NEVER:
             with contextlib.suppress(CompileError, Stale):
                 yield Target(problem, plan, artifact_of(build, kernels), limits.num_sms)
                 found.add(build.variant)

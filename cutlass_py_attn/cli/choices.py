@@ -61,7 +61,7 @@ class Choices:
             yield from self._fits(family, self._tiles_for(self.problem, family, None))
             return
         tiles = self._of_sm90(self.problem)
-        preferred = [tile for tile in tiles if sm90.applies(self.problem, tile, self._limits.num_sms)]
+        preferred = sm90.applying(self.problem, tiles, self._limits.num_sms)
         standard = [tile for tile in tiles if tile.variant == STANDARD]
         in_parts = [with_options(self.problem, replace(tile, variant=SPLIT_KV)) for tile in standard]
         shares_keys = in_parts and not sm90.objections(self.problem, in_parts[0])

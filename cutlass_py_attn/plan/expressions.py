@@ -260,6 +260,14 @@ def times(expression: Expr, factor: int) -> Expr:
     return expression if factor == 1 else expression * factor
 
 
+def inline(expression: Expr, rules: Mapping[str, Expr]) -> Expr:
+    """Returns an expression with the rules in place of their names, of which each names those before it alone."""
+    known: dict[str, Expr] = {}
+    for name, rule in rules.items():
+        known[name] = rule.substitute(known)
+    return expression.substitute(known)
+
+
 def parse(text: str) -> Expr:
     """Returns the expression of its text; ValueError if it has anything else than expressions have."""
     return _parsed(ast.parse(text, mode="eval").body)

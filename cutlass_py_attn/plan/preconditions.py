@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from cutlass_py_attn.plan import decode, decode_smem, entry_points, sm90
+from cutlass_py_attn.plan import backward_choice, decode, decode_smem, entry_points, sm90
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
 from cutlass_py_attn.plan.launch_rules import (
@@ -40,7 +40,7 @@ from cutlass_py_attn.plan.names import (
     TOKENS_Q,
 )
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, starts_from_logsumexp
-from cutlass_py_attn.plan.variants import PERSISTENT
+from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
@@ -69,6 +69,7 @@ def conditions(problem: Problem, build: Build) -> list[Condition]:
         *_strides(problem, build),
         *_biases(problem, build),
         *_overlaps(problem),
+        *_sees_keys(build),
     ]
 
 
@@ -266,6 +267,13 @@ def _overlaps(problem: Problem) -> Iterator[Condition]:
         pairs = chain.from_iterable(zip(shape(problem, name), strides, strict=True))
         says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
         yield call("distinct", *pairs).equals(1), says
+
+
+def _sees_keys(build: Build) -> Iterator[Condition]:
+    """Variant per_head writes the gradient of a query with the last key tile that it sees, and of no other query."""
+    if build.variant == PER_HEAD and build.mask != "full":
+        says = f"each tile of {build.tile_m} queries must see a key; export a problem of which some do not"
+        yield backward_choice.sees_keys(build.mask, build.tile_m), says
 
 
 def _chunks(build: Build) -> Iterator[Condition]:

@@ -14,7 +14,7 @@ from typing import Final
 from cutlass_py_attn import integers
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
-from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, times
+from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, inline, maximum, minimum, times
 from cutlass_py_attn.plan.names import (
     BATCH,
     GROUP,
@@ -85,16 +85,13 @@ def few_query_tiles(tile_m: int, tile_n: int, *, is_varlen: bool) -> dict[str, E
     }
 
 
-@functools.lru_cache(maxsize=1024)  # several tiles of a problem ask for the same
-def time_of_few(work_tiles: int, query_tiles: int, num_sms: int) -> int:
+def time_of_few(work_tiles: Expr, query_tiles: Expr) -> Expr:
     """Returns the time that the parts of few key tiles take, in query tiles.
 
-    work_tiles: key tiles of all heads, fewer than num_sms, the multiprocessors. query_tiles: of each
+    work_tiles: key tiles of all heads, fewer than the SMs. query_tiles: of each
     """
-    values = {"work_tiles": work_tiles, "num_sms": num_sms, "query_tiles": query_tiles}
-    for name, rule in _fastest_parts(_QUERY_TILES, LEAST_PART_TILES, PART_TILES).items():
-        values[name] = rule.evaluate(values)
-    return values["end_time"]
+    sizes = {WORK_TILES.name: work_tiles, _QUERY_TILES.name: query_tiles}
+    return inline(_END_TIME, sizes | _fastest_parts(_QUERY_TILES, LEAST_PART_TILES, PART_TILES))
 
 
 def _fastest_parts(

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cutlass_py_attn import integers
-from cutlass_py_attn.plan import decode, shared_tiles, tile_order, tile_time
+from cutlass_py_attn.plan import backward_choice, decode, tile_time
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.entry_points import mapped_field
 from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
@@ -65,7 +64,6 @@ from cutlass_py_attn.problem.tensors import (
     BIASES,
     F32_BYTES,
     FLOAT8,
-    ITEM_BYTES,
     KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
@@ -76,14 +74,6 @@ from cutlass_py_attn.problem.tensors import (
 )
 from cutlass_py_attn.score_terms import registry
 
-# Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
-# many times the key tiles of the busiest block may exceed those of the standard variant.
-PER_HEAD_L2_BYTES, PER_HEAD_IMBALANCE = 36 << 20, 1.15
-# Variant query_heads: work tiles of the standard variant per SM from which on the standard one is faster. Causal,
-# d 128, one H200: query_heads gains 9 to 12 % at 3.9 and loses 0 to 7 % at 7.8; full: it loses 3 to 5 %.
-QUERY_HEADS_WORK_TILES: Final = 5
-# The same for full masks: query_heads gains 40 to 75 % at 0.06 to 0.5.
-QUERY_HEADS_WORK_TILES_FULL: Final = 0.5
 # Head dims up to which backwards with a bias are faster in the sm80 kernels: d 32, s 2048, full, 5 %; at d 64 the sm90
 # kernels are 1.39 times as fast. With rows aligned to 2 bytes the sm80 kernels are 1.47 to 1.55 times as fast, at 4
 # bytes the sm90 ones 1.60 times. With a gradient of the bias that wgmma sums, d 32 is 1.04 to 2.60 times as fast.
@@ -92,15 +82,9 @@ LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled bl
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
-# Queries that a block must save for parts of few key tiles of 128 keys to be faster than blocks of 64 keys: at 256 and
-# 384 they lose 18 and 8 %, at 512 to 960 they gain 8 to 30 %. Full, b 1, one H200.
-LEAST_SAVED_QUERIES: Final = 512
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
 LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
-# Queries of d 64 by mask, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %; causal, s 384 and
-# 448: 15 and 21 %, s 512: 0 to 8 %.
-SHORT_QUERIES: Final = {"full": 256, "causal": 512}
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -207,11 +191,11 @@ class _Choice:
     """When a variant may and should be chosen.
 
     objection: why the variant would compute a problem wrongly; "" if it computes the problem
-    is_faster: whether the planner prefers the variant to the standard one
+    is_faster: whether the planner prefers the variant to the standard one, whatever `backward_choice` says
     """
 
     objection: Callable[[Problem, TileConfig], str]
-    is_faster: Callable[[Problem, TileConfig, int], bool]
+    is_faster: Callable[[Problem, TileConfig], bool]
 
 
 def objections(problem: Problem, tile: TileConfig) -> list[str]:
@@ -221,17 +205,27 @@ def objections(problem: Problem, tile: TileConfig) -> list[str]:
     return [f"variant = {tile.variant!r}: {found}; use the standard variant"] if found else []
 
 
-def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """Returns whether the planner tries the tile for this problem: its variant computes it, and is faster."""
+def applying(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
+    """Returns the tiles whose variants compute this problem and are faster, in their order."""
     if problem.direction == "forward":
-        if (tile.tile_m, tile.tile_n) == LONG_CAUSAL_TILE and _is_short_causal(problem):
-            return False
-    elif _bias_is_faster_on_sm80(problem) or (
-        has_few_rows(problem.direction, tile) and not _few_keys_are_faster(problem, tile, num_sms)
-    ):
-        return False
+        is_short_causal = _is_short_causal(problem)
+        faster = [tile for tile in tiles if not (is_short_causal and (tile.tile_m, tile.tile_n) == LONG_CAUSAL_TILE)]
+    elif _bias_is_faster_on_sm80(problem):
+        return []
+    else:
+        kind, sizes = backward_choice.BackwardKind.of(problem), backward_choice.sizes(problem, num_sms)
+        faster = [tile for tile in tiles if backward_choice.is_faster(kind, tile).evaluate(sizes)]
+    return [tile for tile in faster if _is_chosen(problem, tile)]
+
+
+def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+    """Returns whether the planner tries the tile for this problem."""
+    return bool(applying(problem, (tile,), num_sms))
+
+
+def _is_chosen(problem: Problem, tile: TileConfig) -> bool:
     choice = _CHOICES.get((problem.direction, tile.variant))
-    return choice is None or (choice.is_faster(problem, tile, num_sms) and not choice.objection(problem, tile))
+    return choice is None or (choice.is_faster(problem, tile) and not choice.objection(problem, tile))
 
 
 def _bias_is_faster_on_sm80(problem: Problem) -> bool:
@@ -249,7 +243,7 @@ def applicable(
 
     any_length: only those that are for sequences of any length, in the order for long ones
     """
-    found = [tile for tile in tiles if applies(problem, tile, num_sms)]
+    found = applying(problem, tiles, num_sms)
     if not any_length:
         usual = tile_time.fastest_first(problem, found, num_sms)
         if not usual or _split_kv_objection(problem, usual[0]):
@@ -282,96 +276,21 @@ def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
     return tile.variant == STANDARD and rows == WARPGROUP_ROWS
 
 
-def _few_keys_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """Blocks of 64 keys are faster if each SM has at most one, and under a causal mask at most two.
-
-    Narrow heads have 64 queries a tile up to SHORT_QUERIES, and 128 beyond. Wide heads of one tile of 128 keys are
-    faster in one block per head, unless SMs idle. Windows and score terms were not measured.
-    """
-    shape = problem.shape
-    if {*problem.features} - {"grouped"} or problem.mask.form == "local":
-        return False
-    is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
-    if is_narrow and tile.tile_m == WARPGROUP_ROWS and shape.num_queries > SHORT_QUERIES[problem.mask.form]:
-        return False
-    if _parts_of_key_tiles_are_faster(problem, num_sms):
-        return False
-    tiles = shape.batch * shape.num_heads_key * integers.ceil_div(shape.num_keys, WARPGROUP_ROWS)
-    if shape.group > 1 and _query_heads_is_faster(problem, replace(tile, tile_n=2 * WARPGROUP_ROWS), num_sms):
-        return False
-    if not is_narrow and shape.num_keys <= 2 * WARPGROUP_ROWS:
-        return shape.num_keys > WARPGROUP_ROWS and 2 * tiles <= num_sms
-    has_rounds = problem.mask.form == "causal" and shape.num_keys > 2 * WARPGROUP_ROWS  # else one block per head
-    return tiles <= (2 if has_rounds else 1) * num_sms
-
-
-def _parts_of_key_tiles_are_faster(problem: Problem, num_sms: int) -> bool:
-    """Without a mask, few key tiles of 128 keys are faster in parts with some of the queries each, if they save enough.
-
-    The parts are those of the tiles that have option shared_end.
-    """
-    shape = problem.shape
-    has_equal_tiles = problem.mask.form == "full" and {*problem.features} <= {"grouped", "sinks"}
-    work_tiles = shape.batch * shape.num_heads_key * integers.ceil_div(shape.num_keys, 2 * WARPGROUP_ROWS)
-    if not has_equal_tiles or problem.deterministic or work_tiles >= num_sms:
-        return False
-    dims = shape.head_dim, shape.head_dim_value
-    is_narrow = max(dims) <= WARPGROUP_ROWS
-    if not is_narrow and (min(dims) <= WARPGROUP_ROWS or max(dims) > NARROW_HEAD_DIM):
-        return False
-    rows = 2 * WARPGROUP_ROWS if is_narrow else WARPGROUP_ROWS
-    query_tiles = shape.group * integers.ceil_div(shape.num_queries, rows)
-    saved = query_tiles - shared_tiles.time_of_few(work_tiles, query_tiles, num_sms)
-    return saved * rows >= LEAST_SAVED_QUERIES
-
-
 def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     """Every query tile must see a key, because nothing else writes its gradient."""
     shape = problem.shape
     if problem.sequences is not None:
         return "one block per head needs sequences of one length"
-    band, tiles = problem.mask.band(shape.num_queries, shape.num_keys), (tile.tile_m, tile.tile_n)
-    sees_keys = all(
-        tile_order.key_tile_start(band, query_tile, *tiles) < tile_order.key_tile_end(band, query_tile, *tiles)
-        for query_tile in range(integers.ceil_div(shape.num_queries, tile.tile_m))
-    )
+    left, right = problem.mask.edges
+    values = {"num_queries": shape.num_queries, "num_keys": shape.num_keys, "window_left": left, "window_right": right}
+    values |= {"bottom_right": int(problem.mask.bottom_right)}
+    sees_keys = backward_choice.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
 
-def _per_head_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """One block per head keeps the SMs as busy as the standard variant, and its operands stay in the L2 cache."""
-    shape = problem.shape
-    if problem.is_empty or _parts_of_key_tiles_are_faster(problem, num_sms):
-        return False
-    # Of narrow heads, tiles of 64 queries were measured with one tile a head alone.
-    is_narrow = max(shape.head_dim, shape.head_dim_value) <= WARPGROUP_ROWS
-    has_one_tile = shape.num_queries <= tile.tile_m and shape.num_keys <= tile.tile_n
-    if is_narrow and tile.tile_m == WARPGROUP_ROWS and not has_one_tile:
-        return False
-    heads, key_tiles = shape.batch * shape.num_heads_key, integers.ceil_div(shape.num_keys, tile.tile_n)
-    busiest, shared = integers.ceil_div(heads, num_sms) * key_tiles, integers.ceil_div(heads * key_tiles, num_sms)
-    width = shape.head_dim * F32_BYTES + (shape.head_dim + shape.head_dim_value) * ITEM_BYTES[problem.dtype]
-    rows = max(min(num_sms, heads), 1) * shape.num_queries * shape.group
-    # Under a causal mask a key tile is done with the queries before it.
-    live = rows * width // (1 if problem.mask.form == "full" else 2)
-    return busiest <= PER_HEAD_IMBALANCE * shared and live <= PER_HEAD_L2_BYTES
-
-
-def _no_objection(problem: Problem, tile: TileConfig) -> str:
-    """Returns "": the rules of a Build refuse what the variant would compute wrongly."""
-    return ""
-
-
-def _query_heads_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """If work tiles of whole groups are few, some SMs idle; the more if a mask makes these tiles unequal."""
-    shape = problem.shape
-    if shape.group == 1 or problem.deterministic or _parts_of_key_tiles_are_faster(problem, num_sms):
-        return False
-    key_tiles = shape.batch * integers.ceil_div(shape.num_keys, tile.tile_n)
-    if shape.tokens is not None:  # num_keys is that of the longest sequence
-        key_tiles = min(key_tiles, shape.tokens[1] // tile.tile_n + shape.batch)
-    most = QUERY_HEADS_WORK_TILES_FULL if problem.mask.form == "full" else QUERY_HEADS_WORK_TILES
-    return key_tiles * shape.num_heads_key < most * num_sms
+def _has_work(problem: Problem, tile: TileConfig) -> bool:
+    """Returns whether there is something to launch."""
+    return not problem.is_empty
 
 
 def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
@@ -380,12 +299,7 @@ def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
     return "S starts from -logsumexp / scale, and the scale is 0" if is_wide and problem.scale_value == 0 else ""
 
 
-def _key_stages_are_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """Two key stages are faster, but were not measured with windows, unless their gradients are deterministic."""
-    return tile.key_stages == 1 or problem.mask.form != "local" or problem.deterministic
-
-
-def _always_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+def _always_faster(problem: Problem, tile: TileConfig) -> bool:
     """Returns True: what is faster for some lengths is ahead of it in the table."""
     return True
 
@@ -396,7 +310,7 @@ def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
-def _multicast_is_faster(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
+def _multicast_is_faster(problem: Problem, tile: TileConfig) -> bool:
     """The first block of a cluster waits for the other's last key tile, which costs little in long rows alone."""
     return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
 
@@ -421,10 +335,8 @@ _SHARING: Final = {
     SPLIT_KV: "blocks share the keys of each query tile, of which there are fewer than SMs: ",
 }
 _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
-    ("backward", PER_HEAD): _Choice(_per_head_objection, _per_head_is_faster),
-    ("backward", QUERY_HEADS): _Choice(_no_objection, _query_heads_is_faster),
+    ("backward", PER_HEAD): _Choice(_per_head_objection, _has_work),
     ("backward", DS_REGISTERS): _Choice(_ds_registers_objection, _always_faster),
-    ("backward", KEY_REGISTERS): _Choice(_no_objection, _key_stages_are_faster),
     ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
     ("forward", SPLIT_KV): _Choice(_split_kv_objection, _always_faster),
 }

@@ -22,7 +22,7 @@ from typing import Final
 from cutlass_py_attn import integers
 from cutlass_py_attn.plan import shared_tiles, tile_order
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, ceil_div, maximum, minimum
+from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, ceil_div, inline, maximum, minimum
 from cutlass_py_attn.plan.names import NUM_KEYS, NUM_QUERIES, NUM_SPLITS_KEY, WORK_TILES
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import SPLIT_KV
@@ -334,17 +334,9 @@ def preferred_in_parts(build: Build, usual: TileConfig, others: Iterable[Build] 
     for other in others:
         if other_speed := known.get((other.tile_m, other.tile_n)):
             rules = shared_tiles.query_tiles(other)
-            time = _inlined(_in_parts(other, other_speed, other.mask, other.head_dim_value), rules)
-            rule *= _inlined(NUM_SPLITS_KEY, rules).equals(1) + (chosen <= time) > 0
+            time = inline(_in_parts(other, other_speed, other.mask, other.head_dim_value), rules)
+            rule *= inline(NUM_SPLITS_KEY, rules).equals(1) + (chosen <= time) > 0
     return rule
-
-
-def _inlined(expression: Expr, rules: dict[str, Expr]) -> Expr:
-    """Returns an expression with the rules in place of their names, of which each names those before it alone."""
-    known: dict[str, Expr] = {}
-    for name, rule in rules.items():
-        known[name] = rule.substitute(known)
-    return expression.substitute(known)
 
 
 def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:

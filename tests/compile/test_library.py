@@ -71,6 +71,8 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("forward",),
         ("bf16_d128_n1x30,4x70,2x5_h4k2_causal_br_paged4",),
     ),
+    "bf16_d64_s128_b64_h16_full": (("backward",), ("bf16_d64_s300_b30_h9_full", "bf16_d64_q70_s90_b90_h3_full")),
+    "bf16_d96_s200_b64_h4_causal_br": (("backward",), ("bf16_d96_q300_s150_b70_h2_causal_br",)),
     "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
 }
 
@@ -248,7 +250,7 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
             opened.append(handle)
     driver_log.without_memory(True)
     few_queries = [name for name in CASES if "q512_s8192" in name]
-    cases = [*CASES, *4 * few_queries, *(name for name in CASES if "s8192_b1_h4" in name or "d256" in name)]
+    cases = [*CASES, *6 * few_queries, *(name for name in CASES if "s8192_b1_h4" in name or "d256" in name)]
     for number in itertools.count():
         if sum(found.values()) >= DRAWN:
             break
@@ -343,7 +345,7 @@ def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost)
     [
         ("bf16_d128_s512_b2_h4_causal", "cuTensorMapEncodeTiled", "query"),
         ("f32_d96_s200_b2_h3_causal", "cuMemsetD8Async", "the workspace"),
-        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_ds_registers_64x128_delta_1"),
+        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_64x64_delta_1"),
     ],
 )
 def test_a_launch_names_the_driver_call_that_fails(

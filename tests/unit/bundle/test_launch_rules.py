@@ -88,7 +88,7 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
     with_maps = [role for role in entry_points.entries(build) if has_maps and entry_points.has_tensor_maps(build, role)]
     maps = [launch_rules.tensor_map(exported, it) for _ in with_maps for it in entry_points.tensor_maps(build)]
     return {
-        "sizes": {name: names[name] for name in launch_rules.definitions(exported, build) if name != "group"},
+        "sizes": {name: names[name] for name in ("num_splits_key", "total_tiles") if name in names},
         "launches": {
             symbol: tuple(rule.evaluate(names) for rule in grids_of[role])
             for role, symbol in entry_points.entries(build).items()

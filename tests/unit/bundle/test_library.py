@@ -68,7 +68,7 @@ def test_files_of_a_library(tmp_path: Path) -> None:
         "attention.c", "attention.h", "attention.images", "attention.pc.in", "CMakeLists.txt", MANIFEST,
         "rust/Cargo.toml", "rust/build.rs", "rust/src/lib.rs",
     }  # fmt: skip
-    assert len(found) - len(sources) == 3 * 5
+    assert len(found) - len(sources) == 3 * 6
     assert {*bundle.manifest["files"]} == {*found} - {MANIFEST}
     assert [item["direction"] for item in bundle.manifest["problems"]] == ["forward"] * 4 + ["backward"]
     assert load_bundle(bundle.path).problems == bundle.problems
@@ -438,7 +438,7 @@ def test_command_exports_a_library(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    assert len(lines) == 2 * 5 + 1  # CASE and PREFILL in both directions
+    assert len(lines) == 2 * 6  # CASE and PREFILL in both directions, the backward of CASE with two tiles
     assert lines[-1].startswith(f"{len(snapshot(folder))} files, ")
     assert "ours_launch(" in (folder / "ours.h").read_text()
     assert json.loads((folder / MANIFEST).read_text())["name"] == "ours"
