@@ -83,7 +83,7 @@ def takes(case: ProblemSpec) -> bool:
     is_cache = bool(case.page_size or case.value_in_key)
     has_layout = (is_cache and not case.has_codes) or (case.dtype == FLOAT8 and not is_cache)
     is_known = case.dtype in DATA_TYPES and case.dtype != "float32" and not case.descale and not case.float16_output
-    has_form = case.mask.form != "local" and not case.has_ragged_queries
+    has_form = not case.mask.form.has_left and not case.has_ragged_queries
     return has_layout and is_known and has_form and not has_other_term
 
 
@@ -147,7 +147,7 @@ class _Attention:
         tensors = {name[0]: given[name].transpose(1, 2) for name in OPERANDS}
         if case.value_in_key:
             tensors["v"] = tensors["v"][..., : case.head_dim_value]
-        is_causal = case.mask.form == "causal"
+        is_causal = case.mask.form.grows
         at_bottom_right = is_causal and case.mask.bottom_right
         return {
             **{name: self._read(tensor) for name, tensor in tensors.items()},

@@ -92,7 +92,7 @@ def takes(case: ProblemSpec) -> bool:
     has_other_term = bool(case.bias or case.alibi or case.dropout_p or case.descale or case.float16_output)
     lengths = case.sequences or (case,)
     is_square = all(each.num_queries == each.num_keys for each in lengths) and not case.has_used_keys
-    has_its_mask = is_square or case.mask.form == "full" or case.mask.bottom_right
+    has_its_mask = is_square or case.mask.form.sees_all or case.mask.bottom_right
     has_unpaged_lengths = case.has_used_keys and not case.page_size
     return has_its_mask and not (has_other_term or case.e4m3_cache or has_unpaged_lengths)
 
@@ -139,9 +139,9 @@ def _missing(interface: Any) -> Iterator[str]:
 def _options(case: ProblemSpec) -> dict[str, Any]:
     """Options that forward and backward share."""
     options: dict[str, Any] = {"softmax_scale": case.scale, "softcap": case.softcap}
-    if case.mask.form == "local":
+    if case.mask.form.has_left:
         return {**options, "window_size_left": case.mask.left, "window_size_right": case.mask.right}
-    return {**options, "causal": case.mask.form == "causal"}
+    return {**options, "causal": case.mask.form.grows}
 
 
 def _bounds(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> dict[str, Any]:

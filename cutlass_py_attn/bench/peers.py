@@ -84,8 +84,8 @@ def _torch_names(case: ProblemSpec) -> tuple[str, ...]:
     if _is_unmapped(case):
         return ()
     if case.sequences:
-        return () if case.bias or case.dropout_p or case.mask.form == "local" else ("mem_efficient", "flash")
-    if case.mask.form == "local":
+        return () if case.bias or case.dropout_p or case.mask.form.has_left else ("mem_efficient", "flash")
+    if case.mask.form.has_left:
         return () if case.bias or case.dropout_p else ("flash",)
     return ("mem_efficient", "flash") if case.dropout_p else tuple(BACKENDS)
 
@@ -169,7 +169,7 @@ def prepare(torch: Any, peer: str, case: ProblemSpec, direction: str, arrays: Ma
         return PACKAGES[peer].prepare(torch, case, given)
     if case.sequences:
         return _variable_length(torch, peer, case, direction, given)
-    if case.mask.form == "local":
+    if case.mask.form.has_left:
         return _window(torch, case, direction, given)
     return _dense(torch, peer, case, direction, given)
 
@@ -199,7 +199,7 @@ def _dense(torch: Any, peer: str, case: ProblemSpec, direction: str, given: Mapp
             *leaves[:3],
             attn_mask=mask,
             dropout_p=case.dropout_p,
-            is_causal=case.mask.form == "causal",
+            is_causal=case.mask.form.grows,
             enable_gqa=grouped,
         )
 
@@ -237,7 +237,7 @@ def _variable_length(torch: Any, peer: str, case: ProblemSpec, direction: str, g
 
     def flash() -> Any:
         operator = torch.ops.aten._flash_attention_forward
-        return operator(*leaves, bounds, bounds, *sizes, 0.0, form == "causal", False)[0]
+        return operator(*leaves, bounds, bounds, *sizes, 0.0, form.grows, False)[0]
 
     def mem_efficient() -> Any:
         operator = torch.ops.aten._efficient_attention_forward

@@ -11,6 +11,7 @@ from typing import Final
 
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS
 from cutlass_py_attn.problem.append import CACHES
+from cutlass_py_attn.problem.masks import FORMS
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, ITEM_BYTES, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
@@ -29,7 +30,7 @@ STATUSES: Final = (
 )
 _DTYPE_WORDS: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", FLOAT8: "E4M3"}
 DTYPES: Final = tuple((number, _DTYPE_WORDS[name], name) for number, name in enumerate((*ITEM_BYTES, FLOAT8), 1))
-MASKS: Final = ("full", "causal", "local")
+MASKS: Final = FORMS
 # Features that a program asks for by a flag. The others follow from numbers: grouped, softcap, dropout.
 FLAGS: Final = (
     ("VARLEN", 1, "varlen", "sequences of different lengths, concatenated: cu_seqlens_q and _k, tokens_q and _k"),

@@ -9,7 +9,6 @@ from cutlass_py_attn.plan import abi, launch_rules
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, contiguous_strides, round_up
 from cutlass_py_attn.plan.names import BATCH, MAX_PAGES, NUM_HEADS, NUM_HEADS_KEY, NUM_QUERIES
-from cutlass_py_attn.plan.preconditions import EDGES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, TILE, granularity
 from cutlass_py_attn.problem.tensors import BIASES, KEY_ROPE, LSE_PADDING, Tensor
@@ -105,7 +104,7 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     for field in (term.vector.batch_field for term in terms if term.vector is not None):
         found |= {field: Input("i64", int(given[field]), meaning(field))} if field else {}
     planned = dict(launch_rules.params(problem, build))
-    edges = EDGES[build.mask]
+    edges = build.form.parameters
     numbers = [*edges, *(("bottom_right",) if edges else ()), *(name for term in terms for name in term.struct.sizes)]
     found |= {name: Input("i64", planned[name], meaning(name)) for name in numbers}
     factors = ("scale", *(name for term in terms for name in term.struct.factors))

@@ -18,6 +18,7 @@ from cutlass_py_attn.plan.sm90_smem import WARPGROUP_ROWS
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM
 from cutlass_py_attn.plan.variants import KEY_REGISTERS, PER_HEAD, QUERY_HEADS, STANDARD
+from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES
 
@@ -34,7 +35,8 @@ QUERY_HEADS_WORK_TILES_FULL: Final = 0.5
 LEAST_SAVED_QUERIES: Final = 512
 # Queries of d 64 by mask, up to which backward tiles of 64 queries and keys are faster: 3 to 8 %; causal, s 384 and
 # 448: 15 and 21 %, s 512: 0 to 8 %.
-SHORT_QUERIES: Final = {"full": 256, "causal": 512}
+SHORT_QUERIES_FULL: Final = 256
+SHORT_QUERIES: Final = 512
 NEVER: Final = Number(0)
 PARTS_ARE_FASTER: Final = Name("parts_are_faster")  # what `parts_of_key_tiles` gives
 
@@ -46,7 +48,7 @@ class BackwardKind:
     dtype: str
     head_dim: int
     head_dim_value: int
-    mask: str
+    form: Form
     features: tuple[str, ...]
     deterministic: bool
 
@@ -54,10 +56,10 @@ class BackwardKind:
     def of(source: Problem | Build) -> BackwardKind:
         """Returns the kind of a backward."""
         if isinstance(source, Build):
-            dims, mask = (source.head_dim, source.head_dim_value), source.mask
+            dims, form = (source.head_dim, source.head_dim_value), source.form
         else:
-            dims, mask = (source.shape.head_dim, source.shape.head_dim_value), source.mask.form
-        return BackwardKind(source.dtype, *dims, mask, source.features, source.deterministic)
+            dims, form = (source.shape.head_dim, source.shape.head_dim_value), source.mask.form
+        return BackwardKind(source.dtype, *dims, form, source.features, source.deterministic)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -106,7 +108,7 @@ def parts_of_key_tiles(kind: BackwardKind) -> Expr:
 
     They must save enough, without a mask. The parts are those of the tiles that have option shared_end.
     """
-    has_equal_tiles = kind.mask == "full" and kind.has_no_more_than("grouped", "sinks")
+    has_equal_tiles = kind.form.sees_all and kind.has_no_more_than("grouped", "sinks")
     if not has_equal_tiles or kind.deterministic:
         return NEVER
     if not kind.is_narrow and (min(kind.dims) <= WARPGROUP_ROWS or max(kind.dims) > NARROW_HEAD_DIM):
@@ -125,18 +127,19 @@ def _few_keys_are_faster(kind: BackwardKind, tile_m: int) -> Expr:
     Narrow heads have 64 queries a tile up to SHORT_QUERIES, and 128 beyond. Wide heads of one tile of 128 keys are
     faster in one block per head, unless SMs idle. Windows and score terms were not measured.
     """
-    if not kind.has_no_more_than("grouped") or kind.mask == "local":
+    if not kind.has_no_more_than("grouped") or kind.form.has_left:
         return NEVER
     tiles = BATCH * NUM_HEADS_KEY * ceil_div(NUM_KEYS, WARPGROUP_ROWS)
     has_more_keys = NUM_KEYS > 2 * WARPGROUP_ROWS  # else one block per head
-    most = (1 + has_more_keys) * NUM_SMS if kind.mask == "causal" else NUM_SMS
+    most = (1 + has_more_keys) * NUM_SMS if kind.form.grows else NUM_SMS
     fills_sms = tiles <= most
     if not kind.is_narrow:
         one_tile = (NUM_KEYS > WARPGROUP_ROWS) * (2 * tiles <= NUM_SMS)
         fills_sms = has_more_keys * fills_sms + (1 - has_more_keys) * one_tile
     is_faster = (1 - PARTS_ARE_FASTER) * (1 - _query_heads_is_faster(kind, 2 * WARPGROUP_ROWS)) * fills_sms
     if kind.is_narrow and tile_m == WARPGROUP_ROWS:
-        return (SHORT_QUERIES[kind.mask] >= NUM_QUERIES) * is_faster
+        most_queries = SHORT_QUERIES_FULL if kind.form.sees_all else SHORT_QUERIES
+        return (most_queries >= NUM_QUERIES) * is_faster
     return is_faster
 
 
@@ -148,7 +151,7 @@ def _per_head_is_faster(kind: BackwardKind, tile_m: int, tile_n: int) -> Expr:
     width = kind.head_dim * F32_BYTES + sum(kind.dims) * ITEM_BYTES[kind.dtype]
     rows = maximum(minimum(NUM_SMS, heads), 1) * NUM_QUERIES * GROUP
     # Under a causal mask a key tile is done with the queries before it.
-    live = rows * width // (1 if kind.mask == "full" else 2)
+    live = rows * width // (1 if kind.form.sees_all else 2)
     is_balanced = busiest <= PER_HEAD_IMBALANCE * shared
     is_faster = (1 - PARTS_ARE_FASTER) * is_balanced * (live <= PER_HEAD_L2_BYTES)
     # Of narrow heads, tiles of 64 queries were measured with one tile a head alone.
@@ -165,22 +168,22 @@ def _query_heads_is_faster(kind: BackwardKind, tile_n: int) -> Expr:
     key_tiles = BATCH * ceil_div(NUM_KEYS, tile_n)
     if "varlen" in kind.features:  # num_keys is that of the longest sequence
         key_tiles = minimum(key_tiles, TOKENS_K // tile_n + BATCH)
-    most = QUERY_HEADS_WORK_TILES_FULL if kind.mask == "full" else QUERY_HEADS_WORK_TILES
+    most = QUERY_HEADS_WORK_TILES_FULL if kind.form.sees_all else QUERY_HEADS_WORK_TILES
     return (GROUP > 1) * (most * NUM_SMS > key_tiles * NUM_HEADS_KEY)
 
 
 def _key_stages_are_faster(kind: BackwardKind) -> Expr:
     """Two key stages are faster, but were not measured with windows, unless their gradients are deterministic."""
-    return ONE if kind.mask != "local" or kind.deterministic else NEVER
+    return ONE if not kind.form.has_left or kind.deterministic else NEVER
 
 
-def sees_keys(mask: str, tile_m: int) -> Expr:
+def sees_keys(form: Form, tile_m: int) -> Expr:
     """Returns the rule that is 1 if every query tile sees a key: the first one and, right of a window, the last one."""
-    if mask == "full":
+    if form.sees_all:
         return ONE
     shift = Name("bottom_right") * (NUM_KEYS - NUM_QUERIES)
     first = minimum(NUM_QUERIES, tile_m) + Name("window_right") + shift >= 1
-    if mask == "causal":
+    if form.grows:
         return first
     last_start = (ceil_div(NUM_QUERIES, tile_m) - 1) * tile_m - Name("window_left") + shift
     return first * (last_start < NUM_KEYS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SHARED_END, SPLIT_KV, VARIANTS, WIDE, Variant
+from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
 COLUMN_MULTIPLE = 32  # head dims are padded to this inside the tile, never in global memory
@@ -190,6 +191,11 @@ class Build:
     def has(self, feature: str) -> bool:
         """Returns whether the kernels have this feature."""
         return feature in self.features
+
+    @property
+    def form(self) -> Form:
+        """Which edges the band of the mask has."""
+        return Form(self.mask)
 
     @property
     def body(self) -> Variant:

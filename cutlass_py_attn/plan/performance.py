@@ -27,6 +27,7 @@ from cutlass_py_attn.plan.tile_rules import (
     WIDE_MAX_HEAD_DIM,
 )
 from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 
@@ -104,7 +105,7 @@ class _Work:
         build, sizes = plan.build, dict(plan.params)
         batch = max(sizes["batch"], 1)
         queries = sizes["tokens_q"] / batch if sizes.get("tokens_q") else sizes["num_queries"]
-        pairs = _pairs(build.mask, queries, sizes["num_keys"], sizes)
+        pairs = _pairs(build.form, queries, sizes["num_keys"], sizes)
         heads, group = max(sizes["num_heads"], 1), sizes["group"]
         dims = build.head_dim, build.head_dim_value
         return cls(build.kind, batch, heads, group, queries, sizes["num_keys"], *dims, pairs)
@@ -215,11 +216,11 @@ def _rates(dtype: str, has_wgmma: bool) -> dict[str, _Rates]:
     return WGMMA if has_wgmma else MMA_SYNC
 
 
-def _pairs(form: str, queries: float, keys: int, sizes: Mapping[str, int]) -> float:
+def _pairs(form: Form, queries: float, keys: int, sizes: Mapping[str, int]) -> float:
     """Returns how many pairs of a query and a key a mask shows, but for its edges."""
-    if form == "full":
+    if form.sees_all:
         return queries * keys
-    if form == "local":
+    if form.has_left:
         return queries * min(keys, sizes["window_left"] + sizes["window_right"] + 1)
     both = min(queries, keys)
     rest = queries - keys if queries > keys else 0 if not sizes["bottom_right"] else keys - queries
@@ -295,8 +296,8 @@ def _divides_tiles(build: Build) -> bool:
     widest = max(build.head_dim, build.head_dim_value)
     if build.kind == "forward":
         splits = VARIANTS["forward", "sm90", SPLIT_KV].features
-        return widest <= SM90_MAX_HEAD_DIM and build.mask != "local" and {*build.features} <= {*splits}
-    is_plain = build.mask == "full" and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
+        return widest <= SM90_MAX_HEAD_DIM and not build.form.has_left and {*build.features} <= {*splits}
+    is_plain = build.form.sees_all and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
     return is_plain and widest <= NARROW_HEAD_DIM
 
 
@@ -346,7 +347,7 @@ def _latent(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
 def _in_parts(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the one change with which blocks of the sm90 family share the keys of few query tiles."""
     build = plan.build
-    if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.mask == "local":
+    if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.form.has_left:
         return
     missing = [name for name in build.features if name not in VARIANTS["forward", "sm90", SPLIT_KV].features]
     changes = [f"no {name}" for name in missing]
@@ -359,7 +360,7 @@ def _in_parts(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
 def _heads_as_queries(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the change that gives the heads of a group one tile: as queries, which nothing tells apart from heads."""
     build, sizes = plan.build, dict(plan.params)
-    sees_all = build.mask == "full" or (build.mask == "causal" and sizes["bottom_right"])
+    sees_all = build.form.sees_all or (build.form.grows and sizes["bottom_right"])
     packs_heads = build.family == "decode" or build.variant == MLA
     if packs_heads or sizes["num_queries"] != 1 or work.group == 1 or not sees_all:
         return

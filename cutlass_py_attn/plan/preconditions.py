@@ -51,7 +51,6 @@ from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
 
 Condition = tuple[Expr, str]  # (expression, the condition in words)
 
-EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
 MAX_WORKSPACE_BYTES: Final = 2**48  # of one buffer; more than any device has, and a sum of them fits in 64 bits
 MAX_MAP_STRIDE_BYTES: Final = 2**40 - 16  # of cuTensorMapEncodeTiled: a multiple of 16 below 2^40
 
@@ -157,10 +156,10 @@ def _page_maps(build: Build) -> Iterator[Condition]:
 
 
 def _edges(build: Build) -> Iterator[Condition]:
-    for name in EDGES[build.mask]:
+    for name in build.form.parameters:
         yield Name(name) >= 0, f"{name} must be at least 0"
         yield Name(name) <= UNLIMITED, f"{name} must be at most {UNLIMITED}, which stands for no limit"
-    if EDGES[build.mask]:
+    if build.form.parameters:
         is_bottom_right = Name("bottom_right")
         yield (is_bottom_right * (1 - is_bottom_right)).equals(0), "bottom_right must be 0 or 1"
 
@@ -273,7 +272,7 @@ def _sees_keys(build: Build) -> Iterator[Condition]:
     """Variant per_head writes the gradient of a query with the last key tile that it sees, and of no other query."""
     if build.variant == PER_HEAD and build.mask != "full":
         says = f"each tile of {build.tile_m} queries must see a key; export a problem of which some do not"
-        yield backward_choice.sees_keys(build.mask, build.tile_m), says
+        yield backward_choice.sees_keys(build.form, build.tile_m), says
 
 
 def _chunks(build: Build) -> Iterator[Condition]:

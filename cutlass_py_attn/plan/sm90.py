@@ -263,7 +263,7 @@ def applicable(
 def _is_short_causal(problem: Problem) -> bool:
     """Returns whether a causal mask hides much of the key tiles on the diagonal, compared with all of them."""
     shape = problem.shape
-    return problem.mask.form == "causal" and min(shape.num_queries, shape.num_keys) < MULTICAST_LENGTH
+    return problem.mask.form.grows and min(shape.num_queries, shape.num_keys) < MULTICAST_LENGTH
 
 
 def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
@@ -306,7 +306,7 @@ def _always_faster(problem: Problem, tile: TileConfig) -> bool:
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     features = VARIANTS["forward", "sm90", MULTICAST].features
-    is_plain = {*problem.features} <= {*features} and problem.mask.form == "causal"
+    is_plain = {*problem.features} <= {*features} and problem.mask.form.grows
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
@@ -318,7 +318,7 @@ def _multicast_is_faster(problem: Problem, tile: TileConfig) -> bool:
 def _split_kv_objection(problem: Problem, tile: TileConfig) -> str:
     """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
     features = VARIANTS["forward", "sm90", SPLIT_KV].features
-    if problem.direction != "forward" or problem.mask.form == "local" or not {*problem.features} <= {*features}:
+    if problem.direction != "forward" or problem.mask.form.has_left or not {*problem.features} <= {*features}:
         return f"the kernel has no windows, and no features but {', '.join(features)}"
     is_invariant = problem.pages is not None and problem.pages.invariant
     return "results would depend on the other sequences of a call, and pages are invariant" if is_invariant else ""

@@ -146,7 +146,7 @@ def splits_key_loop(build: Build) -> bool:
     if SPECULATIVE in build.options:
         return True
     is_wide = max(build.columns, build.columns_value) > SPLIT_WITH_TERMS_COLUMNS
-    return build.mask != "local" and not (is_wide and (build.has("alibi") or build.has("softcap")))
+    return not build.form.has_left and not (is_wide and (build.has("alibi") or build.has("softcap")))
 
 
 def deals_last_rounds(build: Build) -> bool:
@@ -154,7 +154,7 @@ def deals_last_rounds(build: Build) -> bool:
 
     With 192 query rows a tile, a head has few tiles of unequal length, which rounds of all blocks share unevenly.
     """
-    is_causal = build.kind == "forward" and build.mask == "causal"
+    is_causal = build.kind == "forward" and build.form.grows
     return is_causal and build.tile_m == 192 and not build.has("varlen") and not build.has_combine
 
 

@@ -24,6 +24,7 @@ from cutlass_py_attn.plan.variants import (
     SPLIT_KV,
     STANDARD,
 )
+from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
@@ -97,7 +98,7 @@ class Body:
     dtype: str
     variant: str
     features: tuple[str, ...]
-    mask: str
+    form: Form
     tile_m: int
     tile_n: int
     deterministic: bool
@@ -106,11 +107,11 @@ class Body:
     def of(cls, problem: Problem | Build, tile: TileConfig | Build) -> Body:
         """Returns the body for a problem with a tile; a Build is both."""
         if isinstance(problem, Build):
-            kind, mask = problem.kind, problem.mask
+            kind, form = problem.kind, problem.form
         else:
-            kind, mask = problem.direction, problem.mask.form
+            kind, form = problem.direction, problem.mask.form
         deterministic = problem.deterministic
-        return cls(kind, problem.dtype, tile.variant, problem.features, mask, tile.tile_m, tile.tile_n, deterministic)
+        return cls(kind, problem.dtype, tile.variant, problem.features, form, tile.tile_m, tile.tile_n, deterministic)
 
     @property
     def has_plain_scores(self) -> bool:
@@ -125,14 +126,14 @@ class Body:
     def has_equal_tiles(self) -> bool:
         """Whether all work tiles take equally long, and the parts of one can be joined or added in any order."""
         if self.kind == "forward":
-            return self.variant == STANDARD and {"grouped"}.issuperset(self.features) and self.mask == "full"
+            return self.variant == STANDARD and {"grouped"}.issuperset(self.features) and self.form.sees_all
         is_plain = {"grouped", "sinks"}.issuperset(self.features) and not self.deterministic
-        return self.variant in BACKWARDS_WITH_OPTIONS and is_plain and self.mask == "full"
+        return self.variant in BACKWARDS_WITH_OPTIONS and is_plain and self.form.sees_all
 
     @property
     def has_mask_words(self) -> bool:
         """Whether a word has a bit for each masked key of a row that a thread holds."""
-        return self.mask == "local" and self.tile_n <= MOST_BITS_KEYS
+        return self.form.has_left and self.tile_n <= MOST_BITS_KEYS
 
     @property
     def has_halves(self) -> bool:

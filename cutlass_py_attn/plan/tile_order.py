@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cutlass_py_attn.integers import ceil_div, choose, larger, smaller
-from cutlass_py_attn.problem.masks import Band
+from cutlass_py_attn.problem.masks import Band, Form
 
 L2_BYTES = 32 << 20  # of keys and values that all blocks should read at the same time
 TILES_PER_HEAD = 12  # work tiles of one head in a round: they read the same keys and values at about the same time
@@ -35,7 +35,7 @@ def key_tile_end(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> Any:
     first = query_tile * tile_m
     last = smaller(first + tile_m, band.num_queries) - 1
     some = first < band.num_queries
-    if band.form == "local":  # all rows of a tile may be below the last row that sees a key
+    if band.form.has_left:  # all rows of a tile may be below the last row that sees a key
         some = some & (band.key_start(first) < band.num_keys)
     return choose(some, ceil_div(band.key_end(last), tile_n), 0)
 
@@ -46,10 +46,10 @@ def whole_key_tiles(band: Band, query_tile: Any, tile_m: int, tile_n: int) -> tu
     Rows past the last query do not count.
     """
     inside = band.num_keys // tile_n
-    if band.form == "full":
+    if band.form.sees_all:
         return query_tile * 0, inside
     end = smaller(inside, larger(query_tile * tile_m + band.high + 1, 0) // tile_n)
-    if band.form == "causal":
+    if band.form.grows:
         return query_tile * 0, end
     last = smaller((query_tile + 1) * tile_m, band.num_queries) - 1
     return ceil_div(larger(last + band.low, 0), tile_n), end
@@ -75,11 +75,11 @@ def key_tile_spans(
     """
     if not splits:
         return (KeyTileSpan(first, last, is_whole=False),)
-    if band.form == "full":  # only the last key tile may have keys past the end
+    if band.form.sees_all:  # only the last key tile may have keys past the end
         return (KeyTileSpan(first, last, is_whole=True),)
     whole_first, whole_end = whole_key_tiles(band, query_tile, tile_m, tile_n)
     end = smaller(larger(whole_end, first), last)
-    if band.form == "causal":
+    if band.form.grows:
         return KeyTileSpan(end, last, is_whole=False), KeyTileSpan(first, end, is_whole=True)
     start = smaller(larger(whole_first, first), end)
     whole = KeyTileSpan(start, end, is_whole=True)
@@ -115,7 +115,7 @@ def needs_mask(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: 
     """Returns whether tile (query_tile, key_tile) has a masked pair; rows past the last query do not count."""
     first, end = whole_key_tiles(band, query_tile, tile_m, tile_n)
     beyond = key_tile >= end
-    return beyond | (key_tile < first) if band.form == "local" else beyond
+    return beyond | (key_tile < first) if band.form.has_left else beyond
 
 
 def preceding_key_tiles(band: Band, query_tile: Any, key_tile: Any, tile_m: int, tile_n: int) -> Any:
@@ -229,12 +229,12 @@ def _after_pairs(number: Any, tiles: Any, heads: Any, pairs: Any) -> tuple[Any, 
     return tile, first + choose(is_middle, middle % left, 1 + outer % others)
 
 
-def key_tile_at(form: str, number: Any, tiles: Any, heads: Any, group_heads: Any) -> tuple[Any, Any]:
+def key_tile_at(form: Form, number: Any, tiles: Any, heads: Any, group_heads: Any) -> tuple[Any, Any]:
     """Returns (key tile, head) of work tile `number` of the backward.
 
     Under a mask the longest come first: most queries see the first keys. `group_heads` heads are one group.
     """
-    if form == "full":
+    if form.sees_all:
         return number % tiles, number // tiles
     tile, head = longest_first(number, tiles, heads, smaller(group_heads, heads))
     return tiles - 1 - tile, head

@@ -291,9 +291,9 @@ def _sm90_forward(build: Build) -> Objections:
         yield from _e4m3_cache(build)
     if build.query_stages < 2:
         yield _refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
-    if build.variant == MULTICAST and build.mask != "causal":
+    if build.variant == MULTICAST and not build.form.grows:
         yield _refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
-    if build.variant == SPLIT_KV and build.mask == "local":
+    if build.variant == SPLIT_KV and build.form.has_left:
         yield _refuse(build, "mask", "windows have few key tiles to share; use the standard variant")
     if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:
         yield _refuse(build, "tile_m", f"variant multicast has two warpgroups that compute; use {2 * WARPGROUP_ROWS}")
@@ -445,7 +445,7 @@ def _keeps_ds(build: Build) -> Objections:
         )
         yield _refuse(build, "bias_vector_bytes", reason)
     # ptxas spills 44 bytes.
-    is_f16_window = build.dtype == "float16" and build.mask == "local"
+    is_f16_window = build.dtype == "float16" and build.form.has_left
     if build.variant == DS_REGISTERS and is_f16_window and build.columns == NARROW_HEAD_DIM:
         reason = f"{name} has no registers for the mask of a window in float16; use the standard variant"
         yield _refuse(build, "mask", reason)

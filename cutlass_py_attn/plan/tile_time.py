@@ -26,6 +26,7 @@ from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, ceil_div, 
 from cutlass_py_attn.plan.names import NUM_KEYS, NUM_QUERIES, NUM_SPLITS_KEY, WORK_TILES
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import SPLIT_KV
+from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, Shape
 
@@ -157,8 +158,8 @@ def _measured(problem: Problem, usable: list[TileConfig], num_sms: int) -> TileC
     heads, found = shape.batch * shape.num_heads, None
     (least, most), (least_keys, most_keys) = ONE_TILE_LENGTHS, ONE_ROUND_KEYS
     if all(least < length <= most for length in (shape.num_queries, shape.num_keys)):
-        found = (64, 64) if 2 * heads <= (2 if form == "causal" else 1) * num_sms else (128, 64)
-    elif form == "full" and least_keys < shape.num_keys <= most_keys:
+        found = (64, 64) if 2 * heads <= (2 if form.grows else 1) * num_sms else (128, 64)
+    elif form.sees_all and least_keys < shape.num_keys <= most_keys:
         estimated, is_one_round = (
             _estimated(problem, usable, num_sms),
             integers.ceil_div(shape.num_queries, 128) * heads <= num_sms,
@@ -219,7 +220,7 @@ def _estimate(problem: Problem, tile: TileConfig, speed: TileSpeed, sizes: Mappi
     form, num_sms = problem.mask.form, sizes["num_sms"]
     work_tiles = _work_tiles(problem, tile).evaluate(sizes)
     longest = _longest(tile, speed, form).evaluate(sizes)
-    if form != "causal" or work_tiles <= num_sms:
+    if not form.grows or work_tiles <= num_sms:
         return LAUNCH + integers.ceil_div(work_tiles, num_sms) * longest
     # Of a causal mask the longest work tiles come first, so that the blocks end at about the same time.
     heads, visited = sizes["batch"] * sizes["num_heads"], _visited(problem, tile)
@@ -251,13 +252,13 @@ def _visited(problem: Problem, tile: TileConfig) -> list[int]:
     return [max(end - first, 1) for first, end in firsts_and_ends]
 
 
-def _longest(tile: TileConfig | Build, speed: TileSpeed, form: str, splits: Expr = ONE) -> Expr:
+def _longest(tile: TileConfig | Build, speed: TileSpeed, form: Form, splits: Expr = ONE) -> Expr:
     """Returns the time of the longest work tile, which has the last query, or of the longest of its parts.
 
     form: of the mask, without a window. splits: the parts of a work tile
     """
     seen: Expr = NUM_KEYS
-    if form == "causal":
+    if form.grows:
         shift = Name("bottom_right") * (NUM_KEYS - NUM_QUERIES)
         seen = minimum(NUM_KEYS, NUM_QUERIES + Name("window_right") + shift)
     visited = maximum(ceil_div(seen, tile.tile_n), 1)
@@ -265,8 +266,8 @@ def _longest(tile: TileConfig | Build, speed: TileSpeed, form: str, splits: Expr
     return _start(tile, speed, form) + visited * speed.key_tile
 
 
-def _start(tile: TileConfig | Build, speed: TileSpeed, form: str) -> int:
-    return speed.start + (form == "causal") * EDGE * tile.tile_m // EDGE_ROWS
+def _start(tile: TileConfig | Build, speed: TileSpeed, form: Form) -> int:
+    return speed.start + form.grows * EDGE * tile.tile_m // EDGE_ROWS
 
 
 def faster_in_parts(
@@ -311,7 +312,7 @@ def _time_in_parts(problem: Problem, tile: TileConfig, speed: TileSpeed, sizes: 
     return time
 
 
-def _in_parts(tile: TileConfig | Build, speed: TileSpeed, form: str, head_dim_value: int) -> Expr:
+def _in_parts(tile: TileConfig | Build, speed: TileSpeed, form: Form, head_dim_value: int) -> Expr:
     """Returns the estimated time of few query tiles in parts, over the names of `shared_tiles.few_query_tiles`."""
     stored = WORK_TILES * NUM_SPLITS_KEY * (tile.tile_m * head_dim_value * F32_BYTES)
     return LAUNCH + JOIN + stored // JOIN_BYTES + _longest(tile, speed, form, NUM_SPLITS_KEY)
@@ -328,13 +329,13 @@ def preferred_in_parts(build: Build, usual: TileConfig, others: Iterable[Build] 
     speed, usual_speed = (known.get((it.tile_m, it.tile_n)) for it in (build, usual))
     if speed is None or usual_speed is None or speed.is_single:
         return Number(0)
-    chosen = _in_parts(build, speed, build.mask, build.head_dim_value)
-    whole = LAUNCH + _longest(usual, usual_speed, build.mask)
+    chosen = _in_parts(build, speed, build.form, build.head_dim_value)
+    whole = LAUNCH + _longest(usual, usual_speed, build.form)
     rule = (NUM_SPLITS_KEY > 1) * _gain_rule(chosen, whole)
     for other in others:
         if other_speed := known.get((other.tile_m, other.tile_n)):
             rules = shared_tiles.query_tiles(other)
-            time = inline(_in_parts(other, other_speed, other.mask, other.head_dim_value), rules)
+            time = inline(_in_parts(other, other_speed, other.form, other.head_dim_value), rules)
             rule *= inline(NUM_SPLITS_KEY, rules).equals(1) + (chosen <= time) > 0
     return rule
 
@@ -345,9 +346,8 @@ def _speeds(problem: Problem) -> dict[tuple[int, int], TileSpeed]:
     That is longer sequences, windows and score terms. Variable lengths were measured, and gain nothing.
     """
     shape = problem.shape
-    is_plain = (
-        {*problem.features} <= {"grouped"} and problem.mask.form != "local" and problem.dtype in ("float16", "bfloat16")
-    )
+    has_features = problem.mask.form.has_left or not {*problem.features} <= {"grouped"}
+    is_plain = not has_features and problem.dtype in ("float16", "bfloat16")
     if problem.direction != "forward" or not is_plain or problem.is_empty:
         return {}
     speeds = _speeds_of(shape)

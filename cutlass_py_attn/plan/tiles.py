@@ -396,18 +396,18 @@ def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
 def table_key(problem: Problem) -> tuple[str, int]:
     """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim that they serve)."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
-    needs_registers = problem.mask.form == "local" or any(t.needs_registers_sm90 for t in registry.present(problem))
+    needs_registers = problem.mask.form.has_left or any(t.needs_registers_sm90 for t in registry.present(problem))
     if is_mla(problem):
         name, served = "forward mla", problem.shape.head_dim
     elif problem.dtype == FLOAT8:
-        name = "forward e4m3 local" if problem.mask.form == "local" else "forward e4m3"
+        name = "forward e4m3 local" if problem.mask.form.has_left else "forward e4m3"
         served = problem.shape.head_dim_value
     elif problem.has_e4m3_cache:
         name, served = "forward e4m3 cache terms" if needs_registers else "forward e4m3 cache", widest
     elif widest > SM90_MAX_HEAD_DIM:
         name, served = f"{problem.direction} wide", widest
     elif problem.direction == "backward":
-        is_masked = (problem.mask.form != "full" and not problem.deterministic) or "dropout" in problem.features
+        is_masked = (not problem.mask.form.sees_all and not problem.deterministic) or "dropout" in problem.features
         plain = "backward" if problem.deterministic else "backward full"
         name, served = "backward masked" if is_masked else plain, _accumulator_head_dim(problem)
         name = "backward bias" if "bias" in problem.features and served <= NARROW_HEAD_DIM else name
@@ -415,7 +415,7 @@ def table_key(problem: Problem) -> tuple[str, int]:
     elif any(term.needs_registers_sm90 for term in registry.present(problem)):
         name, served = "forward score_mod", problem.shape.head_dim_value
     else:
-        name = "forward local" if problem.mask.form == "local" else "forward"
+        name = "forward local" if problem.mask.form.has_left else "forward"
         served = problem.shape.head_dim_value
     return name, min(size for size in SM90[name] if size >= served)
 

@@ -232,10 +232,10 @@ class Problem:
         """
         s = self.shape
         pairs = s.num_queries * s.num_keys
-        if self.mask.form == "local":
+        if self.mask.form.has_left:
             pairs = self.mask.pairs(s.num_queries, s.num_keys)
         forward = 2 * s.batch * s.num_heads * pairs * (s.head_dim + s.head_dim_value)
-        forward //= 2 if self.mask.form == "causal" else 1
+        forward //= 2 if self.mask.form.grows else 1
         return forward if self.direction == "forward" else forward * 5 // 2
 
     def tensors(self) -> dict[str, Tensor]:

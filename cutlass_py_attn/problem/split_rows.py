@@ -123,7 +123,7 @@ class Ring:
         rows, mask = self.keys, self.mask
         source = (rank - step) % self.size
         is_before = rank >= step  # whether the keys are those of rows before
-        if isinstance(mask, Full):
+        if mask.form.sees_all:
             parts = chunks(self.size, self.zigzag, rows, source) if self.has_bias else [Chunk(0, rows, 0)]
             return [RingTile(mask, 0, self.queries, part.first, part.count, part.start, True) for part in parts]
         if self.zigzag:
@@ -206,7 +206,7 @@ class SplitCall:
                         f"{name} has {count} rows on each device with load_balance='zigzag': must be an even number, "
                         "two chunks; pad the rows, or pass load_balance=None"
                     )
-        ordered = not isinstance(self.mask, Full) or self.has_sequences
+        ordered = not self.mask.form.sees_all or self.has_sequences
         if rows != keys and ordered and self.strategy != ULYSSES:
             yield (
                 f"query has {rows} rows on each device and key {keys}, with mask {self.mask}: must be equal, for a "
@@ -236,7 +236,7 @@ class SplitCall:
             yield (
                 f"bias with sequences and all_gather: must be one of the two, for a sequence's rows are split; {remedy}"
             )
-        if not (is_causal(self.mask) or isinstance(self.mask, Full)):
+        if not (is_causal(self.mask) or self.mask.form.sees_all):
             yield f"mask {self.mask} with sequences and all_gather: must be causal or Full(); {remedy}"
         if isinstance(self.mask, Causal) and not isinstance(self.mask, CausalBottomRight) and self.differ:
             yield (
@@ -250,7 +250,7 @@ class SplitCall:
             yield f"alibi_slopes with ring: must be None, for the kernels take no position of a part's keys; {_OTHERS}"
         if self.has_sequences:
             yield f"sequences with ring: must be None, for the parts would split sequences; {_OTHERS}"
-        if not (is_causal(self.mask) or isinstance(self.mask, Full)):
+        if not (is_causal(self.mask) or self.mask.form.sees_all):
             yield f"mask {self.mask} with ring: must be causal or Full(); {_OTHERS}"
         if is_causal(self.mask) and window_of(self.mask) is not None and self.zigzag:
             yield (

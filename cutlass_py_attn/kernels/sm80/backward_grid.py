@@ -68,7 +68,7 @@ class BackwardGrid:
         self.build = build
         # With GQA a block has few, long key tiles: the longest key tiles of all heads start first, not those of one
         # head after the other.
-        self.longest_first = build.has("grouped") and build.mask == "causal"
+        self.longest_first = build.has("grouped") and build.form.grows
 
     def split(self) -> Int32:
         """Returns the index of this block among the blocks of its batch and key head."""

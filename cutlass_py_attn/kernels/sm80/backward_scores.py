@@ -77,7 +77,7 @@ class BackwardScores:
     def zero_unvisited_grad_bias(self, p: Any, work: KeyTileWork, thread: Int32):
         """Writes zeros to grad_bias of the query tiles that the key tile does not visit."""
         build = self.build
-        if cutlass.const_expr(build.grad_bias_mode == "main" and build.mask != "full"):
+        if cutlass.const_expr(build.grad_bias_mode == "main" and not build.form.sees_all):
             every = QueryTileRange(Int32(0), ceil_div(work.seqlen.num_queries, build.tile_m))
             for iteration in cutlass.range(self.grid.iterations(p, every), unroll=1):
                 tile = self.grid.query_tile(p, work.seqlen, every, iteration)

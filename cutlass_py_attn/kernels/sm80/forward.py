@@ -177,7 +177,7 @@ class ForwardSm80:
     def query_tile(self, p: Any) -> QueryTile:
         """Returns this block's query tile, computed again at each use rather than kept in registers."""
         block = params.read_register("ctaid.x")
-        if self.build.mask != "full":
+        if not self.build.form.sees_all:
             block = params.read_register("nctaid.x") - 1 - block  # the longest tiles first
         batch = params.read_register("ctaid.z") + p.first_batch
         return QueryTile(batch, params.read_register("ctaid.y") + p.first_head, block)

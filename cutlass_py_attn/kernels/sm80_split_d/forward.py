@@ -80,7 +80,7 @@ class ForwardSplitD:
         block, head, batch = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         number, column_block = tile_and_column_block(block, self.column_blocks)
-        longest_first = build.mask != "full"
+        longest_first = not build.form.sees_all
         query_tile = blocks // self.column_blocks - 1 - number if cutlass.const_expr(longest_first) else number
         head, batch = head + p.first_head, batch + p.first_batch
         query0 = query_tile * build.tile_m

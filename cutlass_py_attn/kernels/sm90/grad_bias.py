@@ -222,7 +222,7 @@ class GradBiasSm90:
         if cutlass.const_expr(self.main.has("varlen")):
             while (pair < end) & ~self.is_visible(p, tile, smaller(pair, larger(end - 1, 0))):
                 pair = pair + 1
-        elif cutlass.const_expr(self.main.mask != "full"):
+        elif cutlass.const_expr(not self.main.form.sees_all):
             pair = cutlass.select_(self.is_visible(p, tile, pair), pair, end)
         return pair
 

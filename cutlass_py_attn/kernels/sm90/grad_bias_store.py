@@ -58,7 +58,7 @@ class GradBiasStore:
     def clear_unvisited(self, p: Any, work_tile: WorkTile):
         """Writes zeros for the queries ahead of the first query tile that the key tile visits, and behind the last."""
         build = self.build
-        if cutlass.const_expr(build.mask != "full"):
+        if cutlass.const_expr(not build.form.sees_all):
             queries = work_tile.seqlen.num_queries
             first, end = work_tile.first * build.tile_m, work_tile.end * build.tile_m
             first_head = self.tile_order.first(p, work_tile).head

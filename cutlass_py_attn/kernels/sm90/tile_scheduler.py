@@ -117,7 +117,7 @@ class TileScheduler:
         seqlen = seqlen_info.create(self.build, p, cursor.sequence)
         tiles = ceil_div(seqlen.num_queries, self.rows)
         tile, head = self._in_mask_order(number - cursor.tiles_before, tiles, p.num_heads, p.num_heads)
-        if self.build.mask != "full":
+        if not self.build.form.sees_all:
             # Every second sequence ends with its longest tiles, which balances the blocks if lengths differ.
             tile = cutlass.select_(cursor.sequence % 2 == 0, tile, tiles - 1 - tile)
         return self._create_tile(p, seqlen, head, tile), cursor
@@ -151,7 +151,7 @@ class TileScheduler:
 
     def _in_order(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
         """Returns (query tile, head) of tile `number`, where all sequences have `tiles` tiles a head."""
-        if self.build.tile_m == WARPGROUP_ROWS and self.build.mask != "full":
+        if self.build.tile_m == WARPGROUP_ROWS and not self.build.form.sees_all:
             # For few tiles, most often one a block: finding the group of heads takes longer than the order saves.
             return tiles - 1 - number // heads, number % heads
         _, workers = self.worker()
@@ -160,7 +160,7 @@ class TileScheduler:
 
     def _in_mask_order(self, number: Int32, tiles: Int32, heads: Int32, at_once: Int32) -> tuple[Int32, Int32]:
         """Returns (query tile, head) of tile `number`; with a mask the longest tiles of `at_once` heads come first."""
-        if self.build.mask == "full":
+        if self.build.form.sees_all:
             return number % tiles, number // tiles
         return tile_order.longest_first_in_groups(number, tiles, heads, at_once)
 

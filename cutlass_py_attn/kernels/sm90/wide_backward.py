@@ -130,7 +130,7 @@ class WideBackwardSm90:
         pair, head = number % pairs, key_head
         if cutlass.const_expr(build.has("grouped")):
             head = key_head * p.group + number // pairs
-        if cutlass.const_expr(build.mask != "full"):
+        if cutlass.const_expr(not build.form.sees_all):
             pair = pairs - 1 - pair
         if pair * CLUSTER * build.tile_m < seqlen.num_queries:
             shape = band, pair, CLUSTER * build.tile_m, build.tile_n

@@ -147,7 +147,7 @@ class WideForwardSm90:
         block, head, batch = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         pair = block // CLUSTER
-        if build.mask != "full":
+        if not build.form.sees_all:
             pair = blocks // CLUSTER - 1 - pair  # the longest first
         seqlen = seqlen_info.create(build, p, batch + p.first_batch)
         band = seqlen_info.band(build, p, seqlen)
