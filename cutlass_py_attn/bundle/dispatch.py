@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
-from cutlass_py_attn.plan import backward_choice, decode, resources, sm90, tile_time
+from cutlass_py_attn.plan import backward_choice, decode, resources, sm90_choice, tile_time
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.backward_choice import BackwardKind
 from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.catalogue import FAMILIES, kernel_of
 from cutlass_py_attn.plan.expressions import ONE, Expr, Number, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES
@@ -34,7 +35,6 @@ from cutlass_py_attn.score_terms import registry
 
 ALWAYS: Final = ONE
 NEVER: Final = Number(0)
-_FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are tried
 # Variants of sm90 backwards in this order, before the others, as in the tile tables.
 _BACKWARDS: Final = (PER_HEAD, QUERY_HEADS, KEY_REGISTERS, DS_REGISTERS)
 
@@ -92,7 +92,7 @@ def _of_pages(problem: Problem) -> tuple[str, ...]:
 
 def family_order(build: Build) -> int:
     """Returns the position of the build's family in the order in which families are tried."""
-    return _FAMILIES.index(build.family)
+    return [*FAMILIES].index(build.family)
 
 
 def order_key(build: Build) -> tuple[int | bool, ...]:
@@ -116,7 +116,7 @@ def _tile_order(build: Build) -> tuple[int | bool, ...]:
     Variant split_kv is before multicast, which leaves SMs idle where both are preferred.
     """
     if build.kind == "backward" and build.family == "sm90":
-        few_rows = sm90.has_few_rows(build.kind, build)
+        few_rows = sm90_choice.has_few_rows(build.kind, build)
         rank = _BACKWARDS.index(build.variant) if build.variant in _BACKWARDS else len(_BACKWARDS)
         return not few_rows, rank, build.tile_m, build.tile_n, -build.key_stages
     return build.variant != SPLIT_KV, build.tile_m, build.tile_n
@@ -124,8 +124,8 @@ def _tile_order(build: Build) -> tuple[int | bool, ...]:
 
 def is_for_some_lengths(build: Build) -> bool:
     """Returns whether a kernel is faster for calls of some sizes alone, beside one for calls of any."""
-    few_rows = build.family == "sm90" and build.kind == "backward" and sm90.has_few_rows(build.kind, build)
-    return few_rows or build.body.lengths != "any"
+    few_rows = build.family == "sm90" and build.kind == "backward" and sm90_choice.has_few_rows(build.kind, build)
+    return few_rows or kernel_of(build).lengths != "any"
 
 
 def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
@@ -136,7 +136,7 @@ def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
     others: the other kernels with the same facts
     """
     if build.variant == MULTICAST:
-        return minimum(NUM_QUERIES, NUM_KEYS) >= sm90.MULTICAST_LENGTH
+        return minimum(NUM_QUERIES, NUM_KEYS) >= sm90_choice.MULTICAST_LENGTH
     if build.kind == "backward" and build.family == "sm90":
         of_backward = BackwardKind.of(build)
         return backward_choice.in_sizes(of_backward, backward_choice.is_faster(of_backward, build))
@@ -145,7 +145,7 @@ def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
         return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
     if build.kind in ROW_KINDS:
         return ALWAYS
-    if build.body.lengths != "any":
+    if kernel_of(build).lengths != "any":
         return NEVER
     if build.family != "decode":
         return ALWAYS
@@ -178,7 +178,7 @@ def _tile_of_long_sequences(build: Build) -> TileConfig:
     dims = f"{SHORT_NAMES[build.dtype]}_d{build.head_dim}v{build.head_dim_value}"
     problem = spec.parse(f"{dims}_s{tile_time.LONG_LENGTH}_b1_h1_{build.mask}").problem("forward")
     num_sms = architecture(build.arch).num_sms
-    return sm90.applicable(problem, sm90_tiles(problem), num_sms, any_length=True)[0]
+    return sm90_choice.applicable(problem, sm90_tiles(problem), num_sms, any_length=True)[0]
 
 
 @dataclass(frozen=True, slots=True)

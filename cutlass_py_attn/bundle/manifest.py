@@ -29,7 +29,7 @@ from cutlass_py_attn.bundle.rules import (
     to_json,
 )
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import abi, entry_points, launch_rules, planner
+from cutlass_py_attn.plan import abi, entry_parameters, entry_points, launch_rules, planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.expressions import Expr, Number
@@ -163,7 +163,7 @@ def _expect_kernels(target: Target) -> None:
         raise Stale(f"{plan.symbol}: the artifact is of {artifact.build.symbol}; compile the plan again")
     artifact.expect_abi("compile the plan again")
     for role, symbol in entry_points.entries(plan.build).items():
-        expected = [size for _, size in entry_points.parameters(plan.build, role)]
+        expected = [size for _, size in entry_parameters.parameters(plan.build, role)]
         found = [parameter.size for parameter in artifact.kernel(symbol).parameters]
         if found != expected:
             raise Stale(f"{symbol}: its parameters have {found} bytes, the plan has {expected}; compile the plan again")

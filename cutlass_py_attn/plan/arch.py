@@ -44,6 +44,10 @@ class Architecture:
         """Whether the sm90 family (wgmma, TMA, setmaxnreg) can be built for this target."""
         return self.name == "sm_90a"
 
+    def register_limit(self, threads: int) -> int:
+        """Returns the registers that each of so many threads of a block may use: what an SM has, up to the most."""
+        return min(self.registers_per_thread, self.registers_per_sm // threads // 8 * 8)
+
 
 _KIB = 1024
 ARCHITECTURES: dict[str, Architecture] = {

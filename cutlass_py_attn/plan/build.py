@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SHARED_END, SPLIT_KV, VARIANTS, WIDE, Variant
+from cutlass_py_attn.plan.variants import CLUSTER, CLUSTERED, E4M3_CACHE, MLA, PERSISTENT, SHARED_END, SPLIT_KV, WIDE
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
@@ -19,6 +19,14 @@ WIDE_COLUMN_MULTIPLE = 64  # the same in variant wide, whose tiles are strips of
 FLOAT8_COLUMN_MULTIPLE = 64  # the same of 8-bit operands, whose tiles are strips of 64 bytes at least
 F32_ROW_PADDING = 4  # elements added to a shared-memory row of float32, so that rows of a column use other banks
 ROW_KINDS = ("append", "merge")  # kernels that compute row by row, without a product
+# The numbered steps of the fused kernels: a buffer's first and last step count in these.
+STEPS = {
+    "forward": ("load", "S", "softmax", "O", "store"),
+    "backward": ("load", "S", "P", "dP", "dS", "dV", "dK", "dQ", "store"),
+    "component_gemm": (),
+    "append": (),
+    "merge": (),
+}
 
 Warps = tuple[int, int]
 WARPS = ("warps_scores", "warps_grad_v", "warps_grad_k", "warps_grad_q")
@@ -41,7 +49,7 @@ class Build:
 
     kind: "forward", "backward", "component_gemm", "append" or "merge"
     family: "sm80" (mma.sync, cp.async), "sm90" (wgmma, TMA) or "decode" (split-KV, mma.sync)
-    variant: kernel body within the family, a name of `variants.VARIANTS`; "" for the standard one
+    variant: kernel body within the family, a name of variants.py; "" for the standard one
     arch: target of the compiler, such as "sm_90a"
     mask: form of the mask's band, one of masks.FORMS
     tile_m, tile_n: query rows and key rows of a tile; in an append or a merge, rows of a block and threads of a row
@@ -198,9 +206,9 @@ class Build:
         return Form(self.mask)
 
     @property
-    def body(self) -> Variant:
-        """Kernel body: how thread blocks divide the work, its features, the lengths it is for, its cluster."""
-        return VARIANTS[self.kind, self.family, self.variant]
+    def cluster(self) -> int:
+        """Thread blocks of a cluster of the main kernel."""
+        return CLUSTER if self.variant in CLUSTERED else 1
 
     @property
     def symbol(self) -> str:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
-from cutlass_py_attn.plan import decode, sm80, sm90, tile_rules
+from cutlass_py_attn.plan import build_rules
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
-from cutlass_py_attn.plan.smem_maps import shared_memory_map
 from cutlass_py_attn.plan.split_d import even_head_dim_split
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, Tensor
-
-FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 
 def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tuple[Build, list[str]]:
@@ -81,15 +79,16 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
 
 def _finished(build: Build) -> tuple[Build, list[str]]:
     """Returns the Build with warps of each product and a shared-memory map, or why no kernel body can be built so."""
-    objections = tile_rules.objections(build)
+    objections = build_rules.objections(build)
     if build.head_dim_split and not objections:
         widest = build.head_dim_value if build.kind == "forward" else max(build.head_dim, build.head_dim_value)
         build = replace(build, head_dim_split=even_head_dim_split(build.head_dim_split, widest))
-        objections = tile_rules.objections(build)
+        objections = build_rules.objections(build)
     if objections:
         return build, objections
-    build = FAMILIES[build.family].with_warps(build)
-    return replace(build, shared_memory=shared_memory_map(build)), []
+    kernel = fused_kernel_of(build)
+    build = kernel.with_warps(build)
+    return replace(build, shared_memory=kernel.shared_memory(build)), []
 
 
 def row_vector_bytes(problem: Problem) -> int:

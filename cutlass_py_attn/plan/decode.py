@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.integers import log2
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, team_warps
+from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, decode_map, persistent_map, team_warps
 from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, Number, call, ceil_div, maximum, minimum
+from cutlass_py_attn.plan.kernel import Family, FusedKernel, block_registers, no_products, no_tensor_maps
 from cutlass_py_attn.plan.names import (
     BATCH,
     GROUP,
@@ -20,10 +22,11 @@ from cutlass_py_attn.plan.names import (
     NUM_SMS,
     NUM_SPLITS_KEY,
 )
-from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import MLA, PERSISTENT, STANDARD, VARIANTS
+from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM, decode_forward
+from cutlass_py_attn.plan.tiles import decode_tiles
+from cutlass_py_attn.plan.variants import MLA, PERSISTENT, STANDARD
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, FLOAT8, ITEM_BYTES, OPERANDS, WORD_BYTES, Shape
+from cutlass_py_attn.problem.tensors import F32_BYTES, FLOAT8, ITEM_BYTES, OPERANDS, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
 MAX_ROWS: Final = 64  # queries of all heads of a group
@@ -59,9 +62,8 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         f"rows aligned to less than {DECODE_LEAST_COPY} bytes": min(t.vector_bytes for t in tensors)
         < DECODE_LEAST_COPY,
     }
-    features = VARIANTS["forward", "decode", PERSISTENT if persistent else STANDARD].features
-    found = [name for name in problem.features if name not in features]
-    return (*found, *(name for name, is_present in present.items() if is_present))
+    missing = (PERSISTENT_FORWARD if persistent else FORWARD).lacks(problem.features)
+    return (*missing, *(name for name, is_present in present.items() if is_present))
 
 
 def is_persistent(problem: Problem) -> bool:
@@ -81,10 +83,18 @@ def rejection_reason(problem: Problem) -> str:
     return f"; a decode kernel takes no {', '.join(found)}" if found else ""
 
 
-def with_warps(build: Build) -> Build:
+def _with_warps(build: Build) -> Build:
     """Returns the build with its warps over (rows, teams)."""
     rows = team_warps(build.tile_m, build.columns_value, build.item_bytes)
     return replace(build, warps_scores=(rows, build.warps // rows))
+
+
+def _accumulators(build: Build) -> int:
+    """Returns the registers of a warp that has some rows, some keys and all columns of O; 0 without warps."""
+    rows, teams = build.warps_scores
+    if 0 in (rows, teams):
+        return 0
+    return build.tile_m // rows * (build.tile_n // teams + build.columns_value) * build.warps // build.threads
 
 
 def row_tiles(build: Build) -> Expr:
@@ -196,17 +206,61 @@ def workspace(build: Build) -> dict[str, Expr]:
     return {"partial_output": rows * (build.columns_value * F32_BYTES), "partial_logsumexp": rows * F32_BYTES}
 
 
-def reason(shape: Shape, build: Build, splits: int) -> str:
-    """Returns how the kernels of this plan divide the work; splits: blocks that share the keys."""
-    rows = shape.num_queries * shape.group
-    if build.variant == PERSISTENT:
-        text = (
-            f"persistent decode kernel (mma.sync, cp.async): {rows} query rows of a key head in tiles of "
-            f"{build.tile_m}, {splits} blocks share the keys of all sequences"
-        )
-        text += ", whose pages and lengths they read on the device" if build.has(registry.PAGED) else ""
-        return text + (", and convert e4m3 codes to float16" if build.has(registry.KV8) else "")
+def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
     return (
-        f"decode kernels (mma.sync, cp.async): {rows} query rows of a key head in tiles of {build.tile_m}, {splits} "
-        "blocks share the keys of each"
+        f"decode kernels (mma.sync, cp.async): {_rows_in_tiles(problem, build)}, {values['num_splits_key']} blocks "
+        "share the keys of each"
     )
+
+
+def _persistent_reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
+    text = (
+        f"persistent decode kernel (mma.sync, cp.async): {_rows_in_tiles(problem, build)}, {values['num_blocks']} "
+        "blocks share the keys of all sequences"
+    )
+    text += ", whose pages and lengths they read on the device" if build.has(registry.PAGED) else ""
+    return text + (", and convert e4m3 codes to float16" if build.has(registry.KV8) else "")
+
+
+def _rows_in_tiles(problem: Problem, build: Build) -> str:
+    rows = problem.shape.num_queries * problem.shape.group
+    return f"{rows} query rows of a key head in tiles of {build.tile_m}"
+
+
+FORWARD: Final = FusedKernel(
+    kind="forward",
+    family="decode",
+    variant=STANDARD,
+    module="decode.forward",
+    summary="split-KV: the keys of a head split over blocks",
+    layouts=registry.LAYOUTS,
+    objections=decode_forward,
+    with_warps=_with_warps,
+    shared_memory=decode_map,
+    products=no_products,
+    accumulators=_accumulators,
+    accumulator_limit=block_registers,
+    main_grid=main_grid,
+    num_splits_key=num_splits_key,
+    tensor_maps=no_tensor_maps,
+    reason=_reason,
+)
+PERSISTENT_FORWARD: Final = replace(
+    FORWARD,
+    variant=PERSISTENT,
+    module="decode.persistent",
+    summary="persistent blocks over chunks of the keys of all sequences, whose lengths are in device memory",
+    layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
+    terms=("softcap", "alibi", "sinks"),
+    shared_memory=persistent_map,
+    reason=_persistent_reason,
+)
+KERNELS: Final = (FORWARD, PERSISTENT_FORWARD)
+FAMILY: Final = Family(
+    name="decode",
+    needs_wgmma=False,
+    unsupported_features=unsupported_features,
+    tiles=lambda problem, num_sms, any_length: decode_tiles(problem),
+    objections=lambda problem, tile: [],
+    rejection=rejection_reason,
+)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from cutlass_py_attn.plan import abi
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
 from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build, uses_wgmma
-from cutlass_py_attn.plan.variants import E4M3_CACHE, PER_HEAD, QUERY_HEADS, WIDE
-from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE
-from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
+from cutlass_py_attn.problem.tensors import F32_BYTES
 
 _SUFFIXES: Final = {
     "main": "",
@@ -27,28 +25,8 @@ DELTA_ROWS: Final = ROW_THREADS // DELTA_LANES
 COMBINE_WARPS: Final = ROW_THREADS // WARP_THREADS
 SINKS_BYTES: Final = ROW_THREADS // WARP_THREADS * F32_BYTES  # shared memory: a partial sum of each warp
 
-# Struct fields that a kernel reads through a CUtensorMap, in the order of its parameters.
-_TENSOR_MAPS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
-    ("component_gemm", "sm90"): ("a", "b"),
-    ("forward", "sm90"): ("query", "key", "value"),
-    ("backward", "sm90"): ("query", "grad_output", "key", "value"),
-}
-
-
 # Of value in pages: the tensor map of the tile with the last key. Its rows behind the last key are read as zeros.
 LAST_VALUE: Final = "value_last"
-
-
-def tensor_maps(build: Build) -> tuple[str, ...]:
-    """Returns the names of the tensor maps of a kernel that has any, in the order of its parameters."""
-    if build.reads_value_in_key:
-        return (KEY_ROPE,) if build.has(registry.KV8_TILE) else ("key",)
-    if build.variant == E4M3_CACHE:  # threads load the codes of key and value
-        return ("query",)
-    names = _TENSOR_MAPS.get((build.kind, build.family), ())
-    if build.maps_grad_bias:
-        return (*names, "grad_bias")
-    return (*names, LAST_VALUE) if build.has("paged") and names else names
 
 
 def mapped_field(name: str) -> str:
@@ -121,10 +99,3 @@ def entry_threads(build: Build, role: str) -> int:
 def has_tensor_maps(build: Build, role: str) -> bool:
     """Returns whether the entry with this role has the tensor maps of `tensor_maps`, if the build has any."""
     return role == "main" or (role == "bias" and uses_wgmma(build))
-
-
-def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
-    """Returns (name, bytes) of each parameter of the entry with this role: its tensor maps before the struct."""
-    maps = tensor_maps(build) if has_tensor_maps(build, role) else ()
-    struct = abi.numpy_struct(abi.fields_of(build))
-    return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))

@@ -20,8 +20,9 @@ from typing import Final
 
 from cutlass_py_attn import integers
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm80, sm90
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
+from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm90
+from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.catalogue import fused_kernel_of, kernel_of
 from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, Number, ceil_div, maximum, minimum, step, times
 from cutlass_py_attn.plan.grad_bias_launch import grad_bias_grid, num_splits, parts_bytes
 from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
@@ -56,7 +57,6 @@ BIAS_AXES: Final = tuple(
 )  # the sizes of grad_bias, if not known
 # Row strides from one page of value to the next; 0 if there is one page.
 VALUE_PAGE_ROWS: Final = step(NUM_PAGES, Name("value_page"), 0) // maximum(Name("value_row"), 1)
-_FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _num_splits_key(problem: Problem, build: Build) -> Expr:
     """Returns the blocks that share one (batch, key head) of a backward: the caller's number, else the family's."""
     if problem.num_splits_key is not None:
         return maximum(minimum(min(problem.num_splits_key, MAX_LENGTH), ceil_div(NUM_KEYS, build.tile_n)), 1)
-    return maximum((sm90 if build.family == "sm90" else sm80).num_splits_key(build), 1)
+    return maximum(fused_kernel_of(build).num_splits_key(build), 1)
 
 
 def total_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
@@ -151,12 +151,8 @@ def grids(build: Build, bias_sizes: tuple[Expr, ...] = BIAS_AXES) -> dict[str, G
 
     The planner cuts a grid with more than MAX_GRID_YZ heads or batches into several launches.
     """
-    if build.kind == "component_gemm":
-        return {"main": (Name("tiles"), ONE, ONE)}
-    if build.kind in ROW_KINDS:
-        return {"main": (ceil_div(Name("num_rows"), build.tile_m), ONE, ONE)}
-    main = _FAMILIES[build.family].main_grid(build)
-    if build.kind == "forward":
+    main = kernel_of(build).main_grid(build)
+    if build.kind != "backward":
         combine_grid = (shared_tiles if build.shares_query_tiles else decode).combine_grid(build)
         combine = {"combine": combine_grid} if build.has_combine else {}
         return {"main": main, **combine}

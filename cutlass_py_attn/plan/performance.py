@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.plan.catalogue import KERNELS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.tile_rules import (
@@ -26,7 +27,7 @@ from cutlass_py_attn.plan.tile_rules import (
     SM90_MAX_HEAD_DIM,
     WIDE_MAX_HEAD_DIM,
 )
-from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -295,7 +296,7 @@ def _divides_tiles(build: Build) -> bool:
     """Returns whether several blocks of the sm90 family share one tile of these kernels, if there are few tiles."""
     widest = max(build.head_dim, build.head_dim_value)
     if build.kind == "forward":
-        splits = VARIANTS["forward", "sm90", SPLIT_KV].features
+        splits = KERNELS["forward", "sm90", SPLIT_KV].features
         return widest <= SM90_MAX_HEAD_DIM and not build.form.has_left and {*build.features} <= {*splits}
     is_plain = build.form.sees_all and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
     return is_plain and widest <= NARROW_HEAD_DIM
@@ -309,8 +310,7 @@ def _wgmma_variant(build: Build) -> str:
 
 
 def _not_in_wgmma(build: Build) -> list[str]:
-    features = VARIANTS[build.kind, "sm90", _wgmma_variant(build)].features
-    return [name for name in build.features if name not in features]
+    return KERNELS[build.kind, "sm90", _wgmma_variant(build)].lacks(build.features)
 
 
 def _takes_wgmma(plan: Plan, without: Collection[str] = ()) -> bool:
@@ -328,7 +328,7 @@ def _takes_wgmma(plan: Plan, without: Collection[str] = ()) -> bool:
 def _latent(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the change to a latent cache that variant mla reads, for keys of its head dims."""
     build = plan.build
-    features = VARIANTS["forward", "sm90", MLA].features
+    features = KERNELS["forward", "sm90", MLA].features
     is_latent = (work.head_dim, work.head_dim_value) == MLA_HEAD_DIMS and build.kind == "forward"
     if not is_latent or build.variant == MLA or build.arch not in HOPPER or build.dtype == "float32":
         return
@@ -349,7 +349,7 @@ def _in_parts(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     build = plan.build
     if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.form.has_left:
         return
-    missing = [name for name in build.features if name not in VARIANTS["forward", "sm90", SPLIT_KV].features]
+    missing = KERNELS["forward", "sm90", SPLIT_KV].lacks(build.features)
     changes = [f"no {name}" for name in missing]
     changes += [f"head dims up to {SM90_MAX_HEAD_DIM}"] if build.variant == WIDE else []
     if len(changes) == 1:
@@ -399,8 +399,8 @@ class _Step:
     def _objections(self, *, has_pages: bool) -> Iterator[str]:
         build, queries = self._build, self._sizes["num_queries"]
         rows = queries * self._work.group
-        features = VARIANTS["forward", "decode", PERSISTENT if has_pages else STANDARD].features
-        yield from (f"no {name}, which no decode kernel takes" for name in build.features if name not in features)
+        missing = KERNELS["forward", "decode", PERSISTENT if has_pages else STANDARD].lacks(build.features)
+        yield from (f"no {name}, which no decode kernel takes" for name in missing)
         most = PAGED_MAX_ROWS if has_pages else DENSE_MAX_ROWS
         if rows > most or (queries > MAX_QUERIES and not has_pages):
             yield f"at most {most} queries of a group of heads in a call, which a decode kernel takes"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from cutlass_py_attn.plan import backward_choice, decode, decode_smem, entry_points, sm90
+from cutlass_py_attn.plan import backward_choice, decode, decode_smem, entry_parameters, entry_points, sm90_choice
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
 from cutlass_py_attn.plan.launch_rules import (
@@ -98,7 +98,7 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
 
 def mapped(build: Build) -> tuple[str, ...]:
     """Returns the tensors that the main kernel reads or writes through a tensor map, in the order of its parameters."""
-    names = (name for name, _ in entry_points.parameters(build))
+    names = (name for name, _ in entry_parameters.parameters(build))
     return tuple(name.removeprefix("map_") for name in names if name.startswith("map_"))
 
 
@@ -142,7 +142,7 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
 
 def _page_maps(build: Build) -> Iterator[Condition]:
     """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
-    least = sm90.LEAST_PAGE_SIZE
+    least = sm90_choice.LEAST_PAGE_SIZE
     is_latent = build.has(registry.KV8_TILE)
     others = "no kernel reads smaller pages of such a cache" if is_latent else "smaller pages need an sm80 kernel"
     yield least <= PAGE_SIZE, f"page_size must be at least {least}: {others}"

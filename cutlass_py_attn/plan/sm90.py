@@ -1,17 +1,21 @@
-"""sm90 family (wgmma, TMA): which problems it takes, its warps, grids and tensor maps, and when variants are chosen."""
+"""sm90 family (wgmma, TMA): its kernels, their warps, registers, grids and tensor maps.
+
+sm90_choice.py says which problems they take, and which of them the planner has for a problem.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.plan import backward_choice, decode, tile_time
+from cutlass_py_attn.plan import sm90_e4m3, sm90_smem, sm90_wide, sm90_wide_backward, tile_rules, tile_time
+from cutlass_py_attn.plan.arch import Architecture
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import mapped_field
+from cutlass_py_attn.plan.entry_points import LAST_VALUE, mapped_field
 from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.plan.grad_bias_mode import has_wgmma, unsupported_sm90
+from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.plan.kernel import TERMS, FusedKernel, Kernel, gemm_grid, no_products, no_splits
 from cutlass_py_attn.plan.names import (
     BATCH,
     GROUP,
@@ -27,8 +31,6 @@ from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
-    RAGGED_ROWS,
-    RAGGED_STRIDE_BYTES,
     WARPGROUP_ROWS,
     deals_last_rounds,
     most_box_rows,
@@ -38,16 +40,12 @@ from cutlass_py_attn.plan.sm90_smem import (
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
+from cutlass_py_attn.plan.tiles import sm90_tiles
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
     E4M3_CACHE,
-    KEEPS_DS,
     KEY_REGISTERS,
-    MLA,
     MULTICAST,
     PER_HEAD,
     QUERY_HEADS,
@@ -55,304 +53,27 @@ from cutlass_py_attn.plan.variants import (
     SPLIT_KV,
     STANDARD,
     TWO_CTA,
-    VARIANTS,
     WIDE,
 )
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import has_codes
-from cutlass_py_attn.problem.tensors import (
-    BIASES,
-    F32_BYTES,
-    FLOAT8,
-    KEY_ROPE,
-    OPERAND_BYTES,
-    OPERANDS,
-    ROW_ALIGNMENT_BYTES,
-    WORD_BYTES,
-    Shape,
-    Tensor,
-)
+from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 
-# Head dims up to which backwards with a bias are faster in the sm80 kernels: d 32, s 2048, full, 5 %; at d 64 the sm90
-# kernels are 1.39 times as fast. With rows aligned to 2 bytes the sm80 kernels are 1.47 to 1.55 times as fast, at 4
-# bytes the sm90 ones 1.60 times. With a gradient of the bias that wgmma sums, d 32 is 1.04 to 2.60 times as fast.
-SM80_BIAS_HEAD_DIM: Final = 32
-LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
+Reason = Callable[[Problem, Build, Mapping[str, int]], str]
+
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
-DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
-MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
-LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
+_DK_FROM_REGISTERS: Final = "dK from dS in registers, and dV"
 
 
-def unsupported_features(problem: Problem) -> tuple[str, ...]:
-    """Returns what the problem has that the family does not take; empty if it takes the problem."""
-    shape = problem.shape
-    backward, has_latent_cache = problem.direction == "backward", is_mla(problem)
-    is_wide = not has_latent_cache and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
-    is_2cta = backward and not is_wide and _needs_2cta(shape)
-    if backward and splits_score_rows(shape):
-        features: tuple[str, ...] = (*registry.LAYOUTS, *registry.supported("sm90 backward score_rows"))
-    else:
-        variant = TWO_CTA if is_2cta else MLA if has_latent_cache else WIDE if is_wide else STANDARD
-        variant = E4M3 if problem.dtype == FLOAT8 else variant
-        variant = E4M3_CACHE if problem.has_e4m3_cache and not has_latent_cache else variant
-        features = VARIANTS[problem.direction, "sm90", variant].features
-    missing = [name for name in problem.features if name not in features]
-    widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
-    present = {
-        "num_splits_key": backward and problem.num_splits_key is not None,
-        "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
-        "a scale below 0": not backward and problem.scale_value < 0,
-        "float32": problem.dtype == "float32",
-        f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest and not has_latent_cache,
-        "e4m3 codes of keys that contain the values without key_rope": has_latent_cache
-        and problem.has_e4m3_cache
-        and problem.key_rope is None,
-        f"key_rope of other than {ROPE_COLUMNS} columns": problem.key_rope is not None
-        and problem.key_rope.shape[3] != ROPE_COLUMNS,
-        "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
-        "deterministic gradients with these head dims": is_2cta and problem.deterministic,
-        "rows aligned to less than 16 bytes": any(
-            tensor.vector_bytes < ROW_ALIGNMENT_BYTES
-            for name, tensor in problem.tensors().items()
-            if name not in BIASES
-        ),
-        "axes without an index": any(0 in getattr(problem, name).shape for name in _tma_operands(problem)),
-        "strides of 0 or less": any(
-            stride <= 0 for name in _tma_operands(problem) for stride in _strides(getattr(problem, name))
-        ),
-        f"variable lengths with row strides of {RAGGED_STRIDE_BYTES} bytes or more": problem.has_ragged_rows
-        and any(_has_far_rows(getattr(problem, name)) for name in _ragged_operands(problem)),
-    }
-    found = (name for name, is_present in present.items() if is_present)
-    return *missing, *found, *unsupported_sm90(problem), *_unsupported_pages(problem)
+def forward_warps(build: Build) -> Build:
+    """Returns the forward with its warps: warpgroups have rows of S and O."""
+    return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
 
 
-def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
-    """Returns what the pools have that the tensor maps of pages cannot describe.
-
-    The map of the tile with the last key counts the rows of value from its first page on, so that a page starts at a
-    whole number of rows.
-    """
-    loads_codes = problem.has_e4m3_cache and problem.key_rope is None  # threads load these
-    if problem.pages is None or loads_codes:
-        return ()
-    num_pages, page_size, *_ = problem.value.shape
-    page, row, *_ = problem.value.strides
-    is_described = num_pages < 2 or row <= 0 or page % row == 0 or is_mla(problem)
-    last_row = (num_pages - 1) * value_page_rows(problem) + page_size
-    present = {
-        f"pages of fewer than {LEAST_PAGE_SIZE} rows": page_size < LEAST_PAGE_SIZE,
-        "pages of value whose stride is no multiple of its row stride": not is_described,
-        "2^30 rows of value or more": is_described and last_row >= RAGGED_ROWS and not is_mla(problem),
-    }
-    return tuple(name for name, is_present in present.items() if is_present)
-
-
-def value_page_rows(problem: Problem) -> int:
-    """Returns the row strides from one page of value to the next; 0 if there is one page."""
-    page, row, *_ = problem.value.strides
-    return page // row if problem.value.shape[0] > 1 and row > 0 else 0
-
-
-def _needs_2cta(shape: Shape) -> bool:
-    """Returns whether dK and dV of these head dims need two thread blocks."""
-    return max(shape.head_dim, shape.head_dim_value) > NARROW_HEAD_DIM and not splits_score_rows(shape)
-
-
-def _tma_operands(problem: Problem) -> tuple[str, ...]:
-    if problem.key_rope is not None:
-        return (*OPERANDS, KEY_ROPE)
-    if problem.has_e4m3_cache:  # threads load its codes
-        return ("query",)
-    return OPERANDS if problem.direction == "forward" else (*OPERANDS, "grad_output")
-
-
-def _ragged_operands(problem: Problem) -> tuple[str, ...]:
-    """Returns the operands whose rows belong to sequences of several lengths, rather than to pages."""
-    return _tma_operands(problem) if problem.pages is None else ("query",)
-
-
-def _has_far_rows(tensor: Tensor) -> bool:
-    """Returns whether the last axis of the tensor map of several lengths would have no step above 0."""
-    return tensor.shape[1] > 1 and tensor.strides[1] * OPERAND_BYTES[tensor.dtype] >= RAGGED_STRIDE_BYTES
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the strides of every axis with more than one index: a tensor map steps forward along these."""
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """When a variant may and should be chosen.
-
-    objection: why the variant would compute a problem wrongly; "" if it computes the problem
-    is_faster: whether the planner prefers the variant to the standard one, whatever `backward_choice` says
-    """
-
-    objection: Callable[[Problem, TileConfig], str]
-    is_faster: Callable[[Problem, TileConfig], bool]
-
-
-def objections(problem: Problem, tile: TileConfig) -> list[str]:
-    """Returns why the tile's variant would compute this problem wrongly; tile_rules.py has the other rules."""
-    choice = _CHOICES.get((problem.direction, tile.variant))
-    found = choice.objection(problem, tile) if choice else ""
-    return [f"variant = {tile.variant!r}: {found}; use the standard variant"] if found else []
-
-
-def applying(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
-    """Returns the tiles whose variants compute this problem and are faster, in their order."""
-    if problem.direction == "forward":
-        is_short_causal = _is_short_causal(problem)
-        faster = [tile for tile in tiles if not (is_short_causal and (tile.tile_m, tile.tile_n) == LONG_CAUSAL_TILE)]
-    elif _bias_is_faster_on_sm80(problem):
-        return []
-    else:
-        kind, sizes = backward_choice.BackwardKind.of(problem), backward_choice.sizes(problem, num_sms)
-        faster = [tile for tile in tiles if backward_choice.is_faster(kind, tile).evaluate(sizes)]
-    return [tile for tile in faster if _is_chosen(problem, tile)]
-
-
-def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """Returns whether the planner tries the tile for this problem."""
-    return bool(applying(problem, (tile,), num_sms))
-
-
-def _is_chosen(problem: Problem, tile: TileConfig) -> bool:
-    choice = _CHOICES.get((problem.direction, tile.variant))
-    return choice is None or (choice.is_faster(problem, tile) and not choice.objection(problem, tile))
-
-
-def _bias_is_faster_on_sm80(problem: Problem) -> bool:
-    """Returns whether the bias takes more time than the products: of narrow heads, or loaded by single elements."""
-    if problem.bias is None:
-        return False
-    is_narrow = max(problem.shape.head_dim, problem.shape.head_dim_value) <= SM80_BIAS_HEAD_DIM
-    return (is_narrow and not has_wgmma(problem)) or problem.bias.vector_bytes < WORD_BYTES
-
-
-def applicable(
-    problem: Problem, tiles: Iterable[TileConfig], num_sms: int, *, any_length: bool = False
-) -> list[TileConfig]:
-    """Returns the tiles that the planner tries for this problem, the fastest first.
-
-    any_length: only those that are for sequences of any length, in the order for long ones
-    """
-    found = applying(problem, tiles, num_sms)
-    if not any_length:
-        usual = tile_time.fastest_first(problem, found, num_sms)
-        if not usual or _split_kv_objection(problem, usual[0]):
-            return usual
-        standard = (tile for tile in found if tile.variant == STANDARD)
-        faster = tile_time.faster_in_parts(problem, standard, usual, num_sms)
-        in_parts = (replace(tile, variant=SPLIT_KV) for tile in faster)
-        return [*(with_options(problem, tile) for tile in in_parts), *usual]
-    lengths = {tile: VARIANTS[problem.direction, "sm90", tile.variant].lengths for tile in found}
-    return [
-        tile
-        for tile in found
-        if lengths[tile] == "any" and not tile_time.is_single(tile) and not has_few_rows(problem.direction, tile)
-    ]
-
-
-def _is_short_causal(problem: Problem) -> bool:
-    """Returns whether a causal mask hides much of the key tiles on the diagonal, compared with all of them."""
-    shape = problem.shape
-    return problem.mask.form.grows and min(shape.num_queries, shape.num_keys) < MULTICAST_LENGTH
-
-
-def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
-    """Returns whether a tile of this kind of kernel is for problems with few work tiles: it divides them further.
-
-    Blocks have one consumer warpgroup, whose 64 query rows (forward) or key rows (backward) have the tensor cores of an
-    SM for themselves.
-    """
-    rows = tile.tile_m if kind == "forward" else tile.tile_n
-    return tile.variant == STANDARD and rows == WARPGROUP_ROWS
-
-
-def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
-    """Every query tile must see a key, because nothing else writes its gradient."""
-    shape = problem.shape
-    if problem.sequences is not None:
-        return "one block per head needs sequences of one length"
-    left, right = problem.mask.edges
-    values = {"num_queries": shape.num_queries, "num_keys": shape.num_keys, "window_left": left, "window_right": right}
-    values |= {"bottom_right": int(problem.mask.bottom_right)}
-    sees_keys = backward_choice.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
-    return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
-
-
-def _has_work(problem: Problem, tile: TileConfig) -> bool:
-    """Returns whether there is something to launch."""
-    return not problem.is_empty
-
-
-def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
-    """The rules of a Build do not see the scale."""
-    is_wide = max(problem.shape.head_dim, problem.shape.head_dim_value) > DV_FIRST_HEAD_DIM
-    return "S starts from -logsumexp / scale, and the scale is 0" if is_wide and problem.scale_value == 0 else ""
-
-
-def _always_faster(problem: Problem, tile: TileConfig) -> bool:
-    """Returns True: what is faster for some lengths is ahead of it in the table."""
-    return True
-
-
-def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
-    features = VARIANTS["forward", "sm90", MULTICAST].features
-    is_plain = {*problem.features} <= {*features} and problem.mask.form.grows
-    return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
-
-
-def _multicast_is_faster(problem: Problem, tile: TileConfig) -> bool:
-    """The first block of a cluster waits for the other's last key tile, which costs little in long rows alone."""
-    return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
-
-
-def _split_kv_objection(problem: Problem, tile: TileConfig) -> str:
-    """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
-    features = VARIANTS["forward", "sm90", SPLIT_KV].features
-    if problem.direction != "forward" or problem.mask.form.has_left or not {*problem.features} <= {*features}:
-        return f"the kernel has no windows, and no features but {', '.join(features)}"
-    is_invariant = problem.pages is not None and problem.pages.invariant
-    return "results would depend on the other sequences of a call, and pages are invariant" if is_invariant else ""
-
-
-# What the first warpgroup of a forward does, by variant, if it is more than one warp that loads.
-_LOADING: Final = {
-    E4M3: "one warp loads, two transpose values",
-    E4M3_CACHE: "one loads keys and values and converts them to 16 bits",
-}
-# How several blocks of a forward share work, by variant.
-_SHARING: Final = {
-    MULTICAST: "two blocks of a cluster load keys and values for both: ",
-    SPLIT_KV: "blocks share the keys of each query tile, of which there are fewer than SMs: ",
-}
-_CHOICES: Final[dict[tuple[str, str], _Choice]] = {
-    ("backward", PER_HEAD): _Choice(_per_head_objection, _has_work),
-    ("backward", DS_REGISTERS): _Choice(_ds_registers_objection, _always_faster),
-    ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
-    ("forward", SPLIT_KV): _Choice(_split_kv_objection, _always_faster),
-}
-
-
-def with_warps(build: Build) -> Build:
-    """Returns the build with the warps of each product: warpgroups share rows of S, or of S^T, dV and dK."""
-    if build.variant in (
-        WIDE,
-        MLA,
-    ):  # the warpgroups compute S of alternate tiles, and divide the columns of O, dQ, dK, dV
-        columns = WARPGROUP_WARPS, WARPGROUPS
-        build = replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=columns)
-        return build if build.kind == "forward" else replace(build, warps_grad_v=columns, warps_grad_k=columns)
-    if build.kind == "forward":
-        return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
+def backward_warps(build: Build) -> Build:
+    """Returns the backward with the warps of each product: warpgroups share rows of S^T, dV and dK."""
     key_warps = build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS, 1
     return replace(
         build,
@@ -361,6 +82,67 @@ def with_warps(build: Build) -> Build:
         warps_grad_k=key_warps,
         warps_grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1),
     )
+
+
+def column_warps(build: Build) -> Build:
+    """Returns the build with warpgroups that compute S of alternate tiles, and divide the columns of O or dQ."""
+    return replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=(WARPGROUP_WARPS, WARPGROUPS))
+
+
+def wide_backward_warps(build: Build) -> Build:
+    """Returns the build with the same warps for the columns of dK and dV."""
+    build = column_warps(build)
+    return replace(build, warps_grad_v=build.warps_grad_q, warps_grad_k=build.warps_grad_q)
+
+
+def accumulator_limit(build: Build, limits: Architecture) -> int:
+    """Returns the registers of a thread of the warpgroups that compute."""
+    return sm90_smem.registers(build)[-1]
+
+
+def consumer_threads(build: Build) -> int:
+    """Returns the threads that have accumulators of scores."""
+    return build.warps_scores[0] * WARP_THREADS
+
+
+def forward_accumulators(build: Build) -> int:
+    """Returns the registers of S, of the 16-bit weights beside it, and of O."""
+    return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // consumer_threads(build)
+
+
+def _e4m3_accumulators(build: Build) -> int:
+    return sm90_e4m3.consumer_registers(build, consumer_threads(build))
+
+
+def _wide_accumulators(build: Build) -> int:
+    columns = max(sm90_wide.value_columns(build))
+    return build.tile_m * (build.tile_n + build.tile_n // 2 + columns) // consumer_threads(build)
+
+
+def _wide_backward_accumulators(build: Build) -> int:
+    gradients = sm90_wide_backward.GRAD_QUERY, sm90_wide_backward.GRAD_KEY, sm90_wide_backward.GRAD_VALUE
+    widest = max(max(sm90_wide_backward.result_columns(build, gradient)) for gradient in gradients)
+    return build.tile_m * (2 * build.tile_n + widest) // consumer_threads(build)
+
+
+def _backward_accumulators(build: Build) -> int:
+    """Returns the registers of S and dP, and of dV and dK."""
+    return _with_gradients(build, 2 * build.block_queries)
+
+
+def _keeps_ds_accumulators(build: Build) -> int:
+    """Returns the registers of dP beside the 16-bit weights, as the next S is multiplied after dS, of dV and of dK."""
+    return _with_gradients(build, build.block_queries + build.block_queries // 2)
+
+
+def _with_gradients(build: Build, scores: int) -> int:
+    return build.tile_n * (scores + build.columns + build.columns_value) // consumer_threads(build)
+
+
+def _two_cta_accumulators(build: Build) -> int:
+    """Returns the registers of a warpgroup that has one of both gradients."""
+    widest = max(build.columns, build.columns_value)
+    return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // consumer_threads(build)
 
 
 def main_grid(build: Build) -> Grid:
@@ -375,9 +157,7 @@ def main_grid(build: Build) -> Grid:
     """
     if build.variant == PER_HEAD:
         return _per_head_blocks(), ONE, ONE
-    if build.shares_chunks:
-        return decode.main_grid(build)
-    cluster = build.body.cluster
+    cluster = build.cluster
     if build.variant == WIDE and build.kind == "backward":
         return _wide_backward_grid(build)
     if build.variant == WIDE:
@@ -406,7 +186,7 @@ def _up_to_sms(work_tiles: Expr) -> Expr:
 
 def _wide_backward_grid(build: Build) -> Grid:
     """Returns the grid: for each key head a cluster for each pair of key tiles, twice, and for each of query tiles."""
-    cluster = build.body.cluster
+    cluster = build.cluster
     key_pairs = ceil_div(NUM_KEYS, cluster * build.tile_n)
     query_pairs = ceil_div(NUM_QUERIES, cluster * build.tile_m)
     return cluster * (2 * key_pairs + GROUP * query_pairs), NUM_HEADS_KEY, BATCH
@@ -432,49 +212,58 @@ def _per_head_blocks() -> Expr:
     return _up_to_sms(NUM_HEADS_KEY * BATCH)
 
 
-def reason(build: Build) -> str:
-    """Returns what the warpgroups of a block do."""
+def _forward_maps(build: Build) -> tuple[str, ...]:
+    return ("query", "key", "value", LAST_VALUE) if build.has(registry.PAGED) else ("query", "key", "value")
+
+
+def _query_map(build: Build) -> tuple[str, ...]:
+    """Returns the map of the query: threads load the codes of key and value."""
+    return ("query",)
+
+
+def _backward_maps(build: Build) -> tuple[str, ...]:
+    names = "query", "grad_output", "key", "value"
+    return (*names, "grad_bias") if build.maps_grad_bias else names
+
+
+def _gemm_maps(build: Build) -> tuple[str, ...]:
+    return "a", "b"
+
+
+def reason(roles: Callable[[Build], str]) -> Reason:
+    """Returns `reason` of a kernel, from what the warpgroups of a block do."""
+
+    def of_plan(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
+        tile = tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
+        return f"sm90 family (wgmma, TMA): {roles(build)}{tile}"
+
+    return of_plan
+
+
+def _forward_reason(shares: str = "", loads: str = "one warp loads") -> Reason:
+    """Returns `reason` of a forward; shares: how several blocks share work; loads: what the first warpgroup does."""
+    return reason(lambda build: f"{shares}{_computing(build)} S and O, {loads}")
+
+
+def _backward_reason(shares: str = "", dk: str = "dK and dV", dq: str = "dQ") -> Reason:
+    """Returns `reason` of a backward; shares: how blocks divide key tiles and heads, if not a block a key tile."""
+
+    def roles(build: Build) -> str:
+        of_group = "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
+        return f"{shares or of_group}{_computing(build)} {dk}, one computes {dq}, one warp loads"
+
+    return reason(roles)
+
+
+def _computing(build: Build) -> str:
     consumers = build.warps_scores[0] // WARPGROUP_WARPS
-    computing = "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
-    if build.variant == WIDE and build.kind == "backward":
-        roles = (
-            "blocks of dQ keep Q and dO, blocks of dK keep K and V, blocks of dV keep K; two blocks of a cluster load "
-            "the other tiles for both: two warpgroups compute the scores of alternate tiles and half of the columns of "
-            "the gradient each, one warp loads"
-        )
-    elif build.variant == WIDE:
-        roles = (
-            "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
-            "and half of the columns of O each, one warp loads"
-        )
-    elif build.variant == MLA:
-        roles = (
-            "blocks share the keys of all sequences: two warpgroups compute S of alternate key tiles and half of the "
-            "columns of O each, one warp loads keys, whose first columns are the values"
-        )
-        if build.has(registry.KV8_TILE):
-            roles = roles.replace("one warp loads keys,", "four warps load keys and convert their e4m3 codes,")
-    elif build.kind == "forward":
-        how = _SHARING.get(build.variant, "")
-        loading = _LOADING.get(build.variant, "one warp loads")
-        roles = f"{how}{computing} S and O, {loading}"
-    elif build.variant == TWO_CTA:
-        roles = "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
-    else:
-        how = _work_tiles(build)
-        dk = "dK from dS in registers, and dV" if build.variant in KEEPS_DS else "dK and dV"
-        dq = "dQ from keys in registers" if build.variant == KEY_REGISTERS else "dQ"
-        roles = f"{how}{computing} {dk}, one computes {dq}, one warp loads"
-    return f"sm90 family (wgmma, TMA): {roles}"
+    return "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
 
 
-def _work_tiles(build: Build) -> str:
-    """Returns how blocks divide key tiles and heads, if that is not a block for each key tile of a head."""
-    if build.variant == PER_HEAD:
-        return "one block per head: "
-    if build.variant == QUERY_HEADS:
-        return "a block computes a key tile of one query head and adds dK and dV in float32: "
-    return "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
+def value_page_rows(problem: Problem) -> int:
+    """Returns the row strides from one page of value to the next; 0 if there is one page."""
+    page, row, *_ = problem.value.strides
+    return page // row if problem.value.shape[0] > 1 and row > 0 else 0
 
 
 def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) -> tuple[tuple[int, ...], int]:
@@ -490,3 +279,186 @@ def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) ->
         rows = min(page_size, most_box_rows(build))
     swizzle = swizzle_bytes(columns, build.item_bytes)
     return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle
+
+
+_WITHOUT_DROPOUT: Final = ("softcap", "bias", "alibi", "sinks")
+
+FORWARD: Final = FusedKernel(
+    kind="forward",
+    family="sm90",
+    variant=STANDARD,
+    module="sm90.forward",
+    summary="persistent blocks over query tiles",
+    layouts=(*registry.LAYOUTS, registry.PAGED),
+    terms=TERMS,
+    objections=tile_rules.sm90_forward,
+    with_warps=forward_warps,
+    shared_memory=sm90_smem.forward_map,
+    products=no_products,
+    accumulators=forward_accumulators,
+    accumulator_limit=accumulator_limit,
+    main_grid=main_grid,
+    num_splits_key=no_splits,
+    tensor_maps=_forward_maps,
+    reason=_forward_reason(),
+)
+MULTICAST_FORWARD: Final = replace(
+    FORWARD,
+    variant=MULTICAST,
+    summary="clusters of two blocks over neighbouring query tiles; each block loads half of every key and value tile",
+    layouts=("grouped",),
+    terms=(),
+    lengths="long",
+    reason=_forward_reason(shares="two blocks of a cluster load keys and values for both: "),
+)
+SPLIT_KV_FORWARD: Final = replace(
+    FORWARD,
+    variant=SPLIT_KV,
+    summary="blocks share the keys of each query tile; a second kernel joins their results",
+    terms=_WITHOUT_DROPOUT,
+    lengths="few_queries",
+    reason=_forward_reason(shares="blocks share the keys of each query tile, of which there are fewer than SMs: "),
+)
+E4M3_FORWARD: Final = replace(
+    FORWARD,
+    variant=E4M3,
+    module="sm90.e4m3_forward",
+    summary="persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",
+    layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
+    terms=(),
+    shared_memory=sm90_e4m3.forward_map,
+    accumulators=_e4m3_accumulators,
+    reason=_forward_reason(loads="one warp loads, two transpose values"),
+)
+E4M3_CACHE_FORWARD: Final = replace(
+    FORWARD,
+    variant=E4M3_CACHE,
+    module="sm90.e4m3_cache_forward",
+    summary="persistent blocks over query tiles; one warpgroup converts every key and value tile of e4m3 codes to 16 "
+    "bits",
+    layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
+    tensor_maps=_query_map,
+    reason=_forward_reason(loads="one loads keys and values and converts them to 16 bits"),
+)
+WIDE_FORWARD: Final = replace(
+    FORWARD,
+    variant=WIDE,
+    module="sm90.wide_forward",
+    summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of "
+    "every key and value tile, and two warpgroups divide the columns of O",
+    layouts=registry.LAYOUTS,
+    terms=_WITHOUT_DROPOUT,
+    objections=tile_rules.wide,
+    with_warps=column_warps,
+    shared_memory=sm90_wide.forward_map,
+    accumulators=_wide_accumulators,
+    reason=reason(
+        lambda build: (
+            "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
+            "and half of the columns of O each, one warp loads"
+        )
+    ),
+)
+BACKWARD: Final = FusedKernel(
+    kind="backward",
+    family="sm90",
+    variant=STANDARD,
+    module="sm90.backward",
+    summary="persistent blocks over key tiles",
+    layouts=registry.LAYOUTS,
+    terms=TERMS,
+    objections=tile_rules.sm90_backward,
+    with_warps=backward_warps,
+    shared_memory=sm90_smem.backward_map,
+    products=no_products,
+    accumulators=_backward_accumulators,
+    accumulator_limit=accumulator_limit,
+    main_grid=main_grid,
+    num_splits_key=num_splits_key,
+    tensor_maps=_backward_maps,
+    reason=_backward_reason(),
+)
+# What the standard body and variant query_heads implement with score_rows.
+SCORE_ROWS_BACKWARD: Final = replace(BACKWARD, terms=_WITHOUT_DROPOUT)
+PER_HEAD_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=PER_HEAD,
+    summary="one block per head: each block computes all key tiles of a head and sums dQ without atomics",
+    layouts=("grouped",),
+    lengths="short",
+    reason=_backward_reason(shares="one block per head: "),
+)
+QUERY_HEADS_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=QUERY_HEADS,
+    summary="persistent blocks over key tiles of every query head; dK and dV of a group are added in float32",
+    lengths="short",
+    reason=_backward_reason(shares="a block computes a key tile of one query head and adds dK and dV in float32: "),
+)
+DS_REGISTERS_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=DS_REGISTERS,
+    summary="persistent blocks over key tiles; dK is multiplied from dS in registers",
+    terms=("bias", "sinks"),
+    accumulators=_keeps_ds_accumulators,
+    reason=_backward_reason(dk=_DK_FROM_REGISTERS),
+)
+KEY_REGISTERS_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=KEY_REGISTERS,
+    summary="persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in "
+    "registers",
+    terms=("sinks",),
+    accumulators=_keeps_ds_accumulators,
+    reason=_backward_reason(dk=_DK_FROM_REGISTERS, dq="dQ from keys in registers"),
+)
+TWO_CTA_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=TWO_CTA,
+    module="sm90.backward_2cta",
+    summary="clusters of two blocks over neighbouring key tiles; one warpgroup has dV, one dK, one dQ of both blocks",
+    layouts=("grouped",),
+    terms=(),
+    objections=tile_rules.two_cta,
+    shared_memory=sm90_smem.backward_2cta_map,
+    accumulators=_two_cta_accumulators,
+    reason=reason(
+        lambda build: (
+            "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
+        )
+    ),
+)
+WIDE_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=WIDE,
+    module="sm90.wide_backward",
+    summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles for dQ, and over neighbouring "
+    "key tiles for dK and for dV; each block loads half of every other tile, and two warpgroups divide the columns",
+    terms=("softcap", "alibi", "sinks"),
+    objections=tile_rules.wide,
+    with_warps=wide_backward_warps,
+    shared_memory=sm90_wide_backward.backward_map,
+    accumulators=_wide_backward_accumulators,
+    reason=reason(
+        lambda build: (
+            "blocks of dQ keep Q and dO, blocks of dK keep K and V, blocks of dV keep K; two blocks of a cluster load "
+            "the other tiles for both: two warpgroups compute the scores of alternate tiles and half of the columns "
+            "of the gradient each, one warp loads"
+        )
+    ),
+)
+KERNELS: Final = (
+    *(FORWARD, MULTICAST_FORWARD, SPLIT_KV_FORWARD, WIDE_FORWARD, E4M3_FORWARD, E4M3_CACHE_FORWARD),
+    *(BACKWARD, PER_HEAD_BACKWARD, QUERY_HEADS_BACKWARD, DS_REGISTERS_BACKWARD, KEY_REGISTERS_BACKWARD),
+    *(TWO_CTA_BACKWARD, WIDE_BACKWARD),
+)
+COMPONENT_GEMM: Final = Kernel(
+    kind="component_gemm",
+    family="sm90",
+    variant=STANDARD,
+    module="component_gemms.standalone_sm90",
+    summary="one block per tile",
+    layouts=(),
+    main_grid=gemm_grid,
+    tensor_maps=_gemm_maps,
+)

@@ -218,7 +218,7 @@ def has_fixed_smem_base(build: Build) -> bool:
     to 4 % faster, float16 forwards of d 64 and forwards of d 256 1 %. Other kernels are up to 1.5 % slower.
     """
     is_fused = build.family == "sm90" and build.kind != "component_gemm"
-    if not is_fused or build.body.cluster > 1 or build.variant in (E4M3, E4M3_CACHE, QUERY_HEADS):
+    if not is_fused or build.cluster > 1 or build.variant in (E4M3, E4M3_CACHE, QUERY_HEADS):
         return False
     if build.kind == "backward":
         return build.columns > FIXED_BASE_BACKWARD_COLUMNS

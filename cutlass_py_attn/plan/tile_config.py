@@ -36,7 +36,7 @@ class TileConfig:
     head_dim_split: head-dim columns that one block of a split-D kernel accumulates; 0 for all columns
     score_rows: query rows of one score product in the sm90 backward; 0 for all rows of the tile
     key_stages: key tiles in flight per thread block of the sm90 backward
-    variant: kernel body, a name of `variants.VARIANTS`; "" for the standard one
+    variant: kernel body, a name of variants.py; "" for the standard one
     options: how the body computes, names of `variants.OPTIONS`
 
     The text form is {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages}]][@{register_usage_level}]

@@ -185,7 +185,7 @@ def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
 
 
 def objections(build: Build) -> Iterator[str]:
-    """Yields every reason why no kernel body can be built with the options, as `tile_rules.objections` has them."""
+    """Yields every reason why no kernel body can be built with the options, as `build_rules.objections` has them."""
     what = f"options = {build.options!r}"
     variants = {"forward": FORWARDS_WITH_OPTIONS, "backward": BACKWARDS_WITH_OPTIONS}.get(build.kind, ())
     if build.options and not (build.family == "sm90" and build.variant in variants):

@@ -10,7 +10,7 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, artifact_of
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
-from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90
+from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90_choice
 from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.arch import runs_on as _runs_on
@@ -383,7 +383,7 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
     if build.family == "sm90":
         yield from (
             f"problem has {name}: the plan's kernel does not support it; plan this problem"
-            for name in sm90.unsupported_features(problem)
+            for name in sm90_choice.unsupported_features(problem)
         )
     if starts_from_logsumexp(build) and problem.scale_value == 0:
         yield "problem.scale = 0: the plan's kernel divides by the scale; plan this problem"

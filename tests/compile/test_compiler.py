@@ -22,7 +22,7 @@ from cutlass_py_attn.compilation import compiler as compiling
 from cutlass_py_attn.compilation import registry, report
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.errors import CompileError, NotSupported
-from cutlass_py_attn.plan import entry_points
+from cutlass_py_attn.plan import entry_parameters, entry_points
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
 from cutlass_py_attn.plan.planner import plan_backward
@@ -193,7 +193,7 @@ def test_entries_and_parameters_of_every_kind() -> None:
     backward = plan_backward(Problem.dense("backward", Shape(1, 64, 64, 1, 64, 64), "bfloat16"), "sm_80")
     assert entry_points.entry_symbols(backward.build) == tuple(launch.symbol for launch in backward.launches)
     hopper = replace(TOY, family="sm90")
-    assert entry_points.parameters(hopper) == (("map_a", 128), ("map_b", 128), ("params", 32))
+    assert entry_parameters.parameters(hopper) == (("map_a", 128), ("map_b", 128), ("params", 32))
 
 
 def test_threads_of_every_entry() -> None:
@@ -247,8 +247,9 @@ def test_sources_hold_all_that_kernels_import_when_they_run() -> None:
 def test_what_decides_a_build_is_no_source() -> None:
     """The digest of the Build is in the key beside the sources: an edited planner recompiles nothing."""
     above = {"planner", "builder", "tiles", "tile_config", "tile_rules", "resources", "plan", "explain", "launch_rules"}
-    above |= {"sm80", "sm90", "decode", "preconditions", "smem_maps", "sm80_smem", "tile_time", "shared_tiles"}
-    above |= {"expressions", "split_kv", "grad_bias_mode", "grad_bias_launch"}
+    above |= {"sm80", "sm90", "decode", "preconditions", "sm80_smem", "tile_time", "shared_tiles"}
+    above |= {"expressions", "split_kv", "grad_bias_mode", "grad_bias_launch", "kernel", "catalogue", "build_rules"}
+    above |= {"sm90_choice", "sm90_mla_kernel", "row_kernels", "entry_parameters"}
     names = {*(f"plan/{name}.py" for name in above), "problem/spec.py", "problem/serialize.py", "problem/problem.py"}
     names |= {"problem/validation.py"}
     assert not names & set(registry.source_modules())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import entry_points, grad_bias_smem, planner, sm90, sm90_smem
+from cutlass_py_attn.plan import entry_parameters, entry_points, grad_bias_smem, planner, sm90_choice, sm90_smem
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.plan.sm90_smem import first_cta_columns, grad_query_piece
@@ -97,7 +97,7 @@ def test_workspace() -> None:
     ],
 )  # fmt: skip
 def test_supported_wide_head_dims(dims: tuple[int, int], changes: dict[str, Any], lacking: tuple[str, ...]) -> None:
-    assert sm90.unsupported_features(backward(*dims).replace(**changes)) == lacking
+    assert sm90_choice.unsupported_features(backward(*dims).replace(**changes)) == lacking
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -156,7 +156,7 @@ def test_launches() -> None:
     for num_sms, grid, threads in ((39, 24, 512), (23, 23, 512)):
         launch = planner.plans(backward(), "sm_90a", num_sms)[0].launches[1]
         assert (launch.grid, launch.block) == ((grid, 1, 1), (threads, 1, 1))
-    assert [len(entry_points.parameters(plan.build, role)) for role in ("delta", "main", "finish")] == [1, 5, 1]
+    assert [len(entry_parameters.parameters(plan.build, role)) for role in ("delta", "main", "finish")] == [1, 5, 1]
 
 
 def test_tensor_maps_of_every_operand() -> None:

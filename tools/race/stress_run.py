@@ -22,8 +22,9 @@ from cutlass_py_attn.inspection.occupancy import occupancy
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.plan import entry_points, planner
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
+from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
 from cutlass_py_attn.plan.variants import PER_HEAD, SPLIT_KV
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
@@ -194,7 +195,7 @@ def _lengths(build: Build) -> tuple[int, int]:
     """Returns (queries, keys) for which the planner selects the kernel."""
     if build.variant == PER_HEAD:
         return HEADS_QUERIES, HEADS_KEYS
-    return (MULTICAST_LENGTH, MULTICAST_LENGTH) if build.body.lengths == "long" else (QUERIES, KEYS)
+    return (MULTICAST_LENGTH, MULTICAST_LENGTH) if kernel_of(build).lengths == "long" else (QUERIES, KEYS)
 
 
 def _times(base: Case, artifact: Artifact, gpu: driver.Device) -> int:

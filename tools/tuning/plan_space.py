@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import planner, resources, sm90
+from cutlass_py_attn.plan import planner, resources, sm90_choice
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
@@ -132,7 +132,7 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
         )
     problem = case.problem(direction)
     problem.check()
-    unsupported = sm90.unsupported_features(problem) if family == "sm90" else ()
+    unsupported = sm90_choice.unsupported_features(problem) if family == "sm90" else ()
     if unsupported:
         raise NotSupported(
             f"case {case.name!r} {direction}: the sm90 family takes no {', '.join(unsupported)}; use --family sm80"
@@ -172,7 +172,7 @@ def _candidate(problem: Problem, family: str, arch: str, tile: TileConfig) -> Ca
     limits = architecture(arch)
     build, objections = build_for(problem, arch, tile, family)
     objections = objections or resources.objections(build, limits)
-    if family == "sm90" and not objections and not sm90.applies(problem, tile, limits.num_sms):
-        reasons = sm90.objections(problem, tile)
+    if family == "sm90" and not objections and not sm90_choice.applies(problem, tile, limits.num_sms):
+        reasons = sm90_choice.objections(problem, tile)
         objections = reasons or [f"variant = {tile.variant!r}: the standard variant is faster for these lengths"]
     return Candidate(build, tuple(objections))

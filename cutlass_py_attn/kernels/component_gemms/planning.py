@@ -10,11 +10,11 @@ from typing import Any
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.arch import Architecture, architecture
 from cutlass_py_attn.plan.build import COLUMN_MULTIPLE, Buffer, Build, Warps
 from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, GemmSpec
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
+from cutlass_py_attn.plan.sm80 import warp_grid
 from cutlass_py_attn.plan.smem import TILE_ALIGNMENT, swizzle_bytes, tile_bytes
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.variants import STANDARD
@@ -145,7 +145,7 @@ def _build(name: str, family: str, dtype: str, head_dim: int, arch: str, tile: T
 def _warps(build: Build, spec: GemmSpec) -> Warps:
     if build.family == "sm90":
         return build.warps, 1  # warpgroups divide the rows
-    return resources.warp_grid(build.warps, spec.m, spec.n, build.item_bytes)
+    return warp_grid(build.warps, spec.m, spec.n, build.item_bytes)
 
 
 def _shared_memory(build: Build, spec: GemmSpec) -> tuple[Buffer, ...]:

@@ -113,7 +113,7 @@ class BackwardKernelSm90:
         p = params.from_values(self.build, values)
         tiles = (tma_tiles(self.build) | stored_tiles(self.build)).items()
         maps = tuple(tma.placeholder_map(p, getattr(p, name), self.dtype, *tile) for name, tile in tiles)
-        block, blocks_of_cluster = (self.build.threads, 1, 1), (self.build.body.cluster, 1, 1)
+        block, blocks_of_cluster = (self.build.threads, 1, 1), (self.build.cluster, 1, 1)
         self.kernel(*maps, p).launch(grid=grid, block=block, cluster=blocks_of_cluster, min_blocks_per_mp=1)
 
     @cute.kernel

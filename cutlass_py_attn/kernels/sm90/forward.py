@@ -151,7 +151,7 @@ class ForwardSm90:
         build = self.build
         maps = self.placeholder_maps(p)
         params.set_entry_name(build, self.kernel)
-        block, cluster_shape = (build.threads, 1, 1), (build.body.cluster, 1, 1)
+        block, cluster_shape = (build.threads, 1, 1), (build.cluster, 1, 1)
         grid = p.num_queries, 1, 1
         self.kernel(*maps, p).launch(grid=grid, block=block, cluster=cluster_shape, min_blocks_per_mp=1)
         if cutlass.const_expr(build.has_combine):
@@ -196,7 +196,7 @@ class ForwardSm90:
 
     def create_pipelines(self) -> Pipelines:
         """Creates the pipelines. Consumer warps release stages: of key and value in all blocks of a cluster."""
-        warps, blocks = self.consumers // WARP_THREADS, self.build.body.cluster
+        warps, blocks = self.consumers // WARP_THREADS, self.build.cluster
         consumers = {"query": warps, "key": warps * blocks, "value": warps * blocks}
         users = {name: (stages, consumers[name], 0) for name, stages in num_stages(self.build).items()}
         pipes, _ = pipelines.tma_pipelines(self.build, users)

@@ -63,7 +63,7 @@ class TileScheduler:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.rows = build.tile_m * build.body.cluster  # query rows that a worker computes in a wave
+        self.rows = build.tile_m * build.cluster  # query rows that a worker computes in a wave
         item_bytes = E4M3_BYTES if build.has(registry.KV8) else build.item_bytes
         self.bytes_of_key = item_bytes * (build.head_dim + build.head_dim_value)
 
@@ -79,7 +79,7 @@ class TileScheduler:
         """Returns (worker index, worker count)."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        together = self.build.body.cluster
+        together = self.build.cluster
         return (block, blocks) if together == 1 else (block // together, blocks // together)
 
     @cute.jit

@@ -9,7 +9,7 @@ import pytest
 
 from cutlass_py_attn import export_bundle, export_library
 from cutlass_py_attn.bundle.dispatch import NEVER, order_key, preferred_when
-from cutlass_py_attn.plan import launch_rules, planner, sm90
+from cutlass_py_attn.plan import launch_rules, planner, sm90_choice
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.expressions import Expr
@@ -35,7 +35,7 @@ def in_parts(problem: Problem) -> dict[Build, TileConfig]:
     """The kernels of variant split_kv for a problem, whether they are faster or not, and the tile of each."""
     found = {}
     for tile in sm90_tiles(problem):
-        if tile.variant == STANDARD and sm90.applies(problem, tile, 132):
+        if tile.variant == STANDARD and sm90_choice.applies(problem, tile, 132):
             split = TileConfig(tile.tile_m, tile.tile_n, tile.warps, tile.query_stages, variant=SPLIT_KV)
             build, objections = build_for(problem, "sm_90a", split, "sm90")
             if not objections:
@@ -51,7 +51,7 @@ def is_preferred(rule: Expr, problem: Problem, build: Build, num_sms: int) -> bo
 
 def planned(problem: Problem, num_sms: int) -> tuple[set[tuple[int, int]], TileConfig]:
     """The tiles that the planner has in parts, and the one that it has without."""
-    tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms)
+    tiles = sm90_choice.applicable(problem, sm90_tiles(problem), num_sms)
     parts = {(tile.tile_m, tile.tile_n) for tile in tiles if tile.variant == SPLIT_KV}
     return parts, next(tile for tile in tiles if tile.variant != SPLIT_KV)
 
@@ -75,7 +75,7 @@ def test_kernels_in_parts_are_preferred_where_the_planner_has_them(dims: str, ma
         for build, tile in in_parts(problem).items():
             rule = rules.setdefault(build, preferred_when(build))
             found, wanted = is_preferred(rule, problem, build, num_sms), (tile.tile_m, tile.tile_n) in parts
-            is_other = usual.tile_m == 64 or (usual.tile_m, usual.tile_n) == sm90.LONG_CAUSAL_TILE
+            is_other = usual.tile_m == 64 or (usual.tile_m, usual.tile_n) == sm90_choice.LONG_CAUSAL_TILE
             if not (found and is_other):
                 assert found == wanted, (problem, num_sms, str(tile))
             seen.add(found)
@@ -140,7 +140,7 @@ def test_of_several_tiles_in_parts_the_planner_s_is_preferred(dims: str, sizes: 
             for build in sorted(builds, key=order_key)
             if is_preferred(preferred_when(build, builds), problem, build, num_sms)
         ]
-        tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms)
+        tiles = sm90_choice.applicable(problem, sm90_tiles(problem), num_sms)
         wanted = [(tile.tile_m, tile.tile_n) for tile in tiles if tile.variant == SPLIT_KV][:1]
         assert preferred == wanted
         seen |= {*wanted}

@@ -17,6 +17,7 @@ from cutlass_py_attn.bundle.rules import tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import decode, entry_points, launch_rules, planner
 from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.preconditions import conditions, limits, mapped
 from cutlass_py_attn.problem import spec
@@ -86,7 +87,7 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
     grids_of = launch_rules.grids_of(exported, build)
     has_maps = any(launch.tensor_maps for launch in plan.launches)
     with_maps = [role for role in entry_points.entries(build) if has_maps and entry_points.has_tensor_maps(build, role)]
-    maps = [launch_rules.tensor_map(exported, it) for _ in with_maps for it in entry_points.tensor_maps(build)]
+    maps = [launch_rules.tensor_map(exported, it) for _ in with_maps for it in kernel_of(build).tensor_maps(build)]
     return {
         "sizes": {name: names[name] for name in ("num_splits_key", "total_tiles") if name in names},
         "launches": {
@@ -329,6 +330,6 @@ def test_crafted_problems_are_refused_or_planned(direction: str) -> None:
 def test_a_plan_for_another_device_stops_the_export() -> None:
     problem = spec.parse("bf16_d64_s1024_b4_h8_causal").problem("forward")
     plan = planner.plan(problem, "sm_90a", num_sms=16)
-    assert plan.build.body.lengths == "any"
+    assert kernel_of(plan.build).lengths == "any"
     with pytest.raises(Stale, match="update the rules of bundles to the planner"):
         manifest("attention", (Target(problem, plan, artifact(plan.build), 132),), {})

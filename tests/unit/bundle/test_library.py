@@ -23,7 +23,7 @@ from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import planner, sm90
+from cutlass_py_attn.plan import planner, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS
@@ -520,7 +520,7 @@ def test_variants_are_preferred_where_the_planner_prefers_them(case: str, direct
                 problem = Problem.dense(direction, lengths, "bfloat16", exported_problem.mask)
                 names = names_of(problem, planner.plan_of_build(problem, build, num_sms), num_sms)
                 rule = preferred_when(build).evaluate(names)
-                assert bool(rule) == sm90.applies(problem, tile, num_sms), (tile.variant, length, batch)
+                assert bool(rule) == sm90_choice.applies(problem, tile, num_sms), (tile.variant, length, batch)
                 checked.add((tile.variant, bool(rule)))
     wanted = {"forward": MULTICAST, "backward": QUERY_HEADS}[direction]
     has_variant = direction == "backward" or exported_problem.sequences is None

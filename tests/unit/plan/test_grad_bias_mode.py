@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import planner, sm90
+from cutlass_py_attn.plan import planner, sm90_choice
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
@@ -34,7 +34,7 @@ def planned_family(problem: Problem) -> str:
 )
 def test_the_main_kernel_of_sm90_writes_it(name: str, variant: str) -> None:
     problem = spec.parse(name).problem("backward")
-    assert sm90.unsupported_features(problem) == ()
+    assert sm90_choice.unsupported_features(problem) == ()
     build = planner.plans_on(problem, (9, 0))[0].build
     assert (build.family, build.variant, build.maps_grad_bias) == ("sm90", variant, True)
 
@@ -48,7 +48,7 @@ def test_the_main_kernel_of_sm90_writes_it(name: str, variant: str) -> None:
 )
 def test_other_gradients_are_of_sm80(name: str, reason: str) -> None:
     problem = spec.parse(name).problem("backward")
-    assert OF_SM80 + reason in sm90.unsupported_features(problem)
+    assert OF_SM80 + reason in sm90_choice.unsupported_features(problem)
     assert planned_family(problem) == "sm80"
 
 
@@ -62,10 +62,10 @@ def test_other_gradients_are_of_sm80(name: str, reason: str) -> None:
 def test_a_tensor_map_steps_forward(strides: tuple[int, ...], expected: tuple[str, ...]) -> None:
     given: dict[str, Any] = {"grad_bias": Tensor((2, 4, 100, 104), strides, "bfloat16")}
     problem = spec.parse("bf16_d128_q100_s104_b2_h4_full_biasbhqkgrad").problem("backward").replace(**given)
-    assert sm90.unsupported_features(problem) == expected
+    assert sm90_choice.unsupported_features(problem) == expected
 
 
 def test_narrow_heads_are_faster_in_the_sm80_kernels() -> None:
     problem = spec.parse("bf16_d32_s2048_b4_h16_full_biasgrad").problem("backward")
-    assert sm90.unsupported_features(problem) == ()
+    assert sm90_choice.unsupported_features(problem) == ()
     assert planned_family(problem) == "sm80"

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from cutlass_py_attn.plan import entry_points, grad_bias_smem
+from cutlass_py_attn.plan import entry_parameters, entry_points, grad_bias_smem
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
@@ -72,7 +72,7 @@ def test_sm90_backwards_have_a_kernel_of_their_own_for_sums(name: str, has_wgmma
     assert launch.shared_memory_bytes == own.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
     maps = [each.box[1] for each in launch.tensor_maps]
     assert maps == ([rows for rows, _ in tma_tiles(own).values()] if has_wgmma else [])
-    parameters = [size for _, size in entry_points.parameters(found.build, "bias")]
+    parameters = [size for _, size in entry_parameters.parameters(found.build, "bias")]
     assert len(parameters) == len(maps) + 1
     if has_wgmma:
         assert own.family == "sm90"

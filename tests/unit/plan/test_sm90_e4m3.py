@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import planner, tile_rules
+from cutlass_py_attn.plan import build_rules, planner
 from cutlass_py_attn.plan.sm90_e4m3 import part_columns
 from cutlass_py_attn.plan.sm90_smem import registers
 from cutlass_py_attn.plan.variants import E4M3
@@ -114,8 +114,8 @@ def test_other_targets_have_no_kernel(arch: str) -> None:
 def test_variant_and_dtype_belong_together() -> None:
     tile = planner.plan_forward(problem_of("e4m3_d64_s100_b1_h1_full"), "sm_90a").build
     assert tile.variant == E4M3
-    wrong = tile_rules.objections(replace(tile, dtype="bfloat16"))
+    wrong = build_rules.objections(replace(tile, dtype="bfloat16"))
     assert wrong == ["dtype = 'bfloat16': variant e4m3 multiplies float8_e4m3fn; use it, or another variant"]
-    assert tile_rules.objections(replace(tile, tile_n=96)) == [
+    assert build_rules.objections(replace(tile, tile_n=96)) == [
         "tile_n = 96: a transposed value tile has whole strips; use 64 or 128"
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import DoesNotFit
-from cutlass_py_attn.plan import abi, planner, preconditions, tile_rules
+from cutlass_py_attn.plan import abi, build_rules, planner, preconditions
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90_e4m3_cache import MOST_VECTORS, rows_at_once, vectors_of_tile
 from cutlass_py_attn.plan.sm90_smem import registers
@@ -138,7 +138,7 @@ def test_tiles_that_cannot_be_built(name: str, tile: str, reason: str) -> None:
 
 def test_other_variants_read_no_codes() -> None:
     build = plan_of(PREFILL).build
-    wrong = tile_rules.objections(replace(build, variant=""))
+    wrong = build_rules.objections(replace(build, variant=""))
     assert wrong[0].endswith("the standard variant of the sm90 forward has no kv8; use another")
 
 

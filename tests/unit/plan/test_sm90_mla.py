@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import abi, entry_points, launch_rules, planner, preconditions, resources, sm90, sm90_smem
+from cutlass_py_attn.plan import (
+    abi,
+    entry_points,
+    launch_rules,
+    planner,
+    preconditions,
+    resources,
+    sm90_choice,
+    sm90_smem,
+)
 from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90_mla import CHUNKS, HALVES, P_STRIP, SLOTS, STRIPS, VALUE_CHUNKS, VALUE_STRIPS
 from cutlass_py_attn.plan.tile_config import TileConfig
@@ -254,7 +264,7 @@ def test_shared_memory_has_the_query_tile_and_two_latent_tiles() -> None:
     assert found == {"query": tile, "ring": 2 * tile, "row_statistics": 1536, "barriers": 8 * 14, "schedule": 64}
     assert build.shared_memory_bytes <= architecture(ARCH).shared_memory_per_block
     assert resources.objections(build, architecture(ARCH)) == []
-    assert resources.accumulator_registers(build) == 32 + 16 + 128
+    assert fused_kernel_of(build).accumulators(build) == 32 + 16 + 128
 
 
 @pytest.mark.parametrize(
@@ -296,7 +306,7 @@ def test_what_the_kernel_takes(name: str) -> None:
 )
 def test_what_other_kernels_compute(name: str, lacking: str) -> None:
     problem = parse(name).problem("forward")
-    assert lacking in sm90.unsupported_features(problem)
+    assert lacking in sm90_choice.unsupported_features(problem)
     found = planner.plan(problem, ARCH)
     assert (found.build.family, found.build.variant) == ("sm80", "split_d")
     assert lacking in found.explain()
@@ -406,7 +416,7 @@ def test_a_cache_of_codes_has_the_map_of_its_16_bit_columns() -> None:
 )
 def test_refused_codes(name: str, reason: str) -> None:
     problem = parse(name).problem("forward")
-    assert reason in sm90.unsupported_features(problem)
+    assert reason in sm90_choice.unsupported_features(problem)
     with pytest.raises(NotSupported):
         planner.plan(problem, ARCH)
 

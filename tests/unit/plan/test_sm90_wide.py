@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import planner, resources, sm90, sm90_wide
+from cutlass_py_attn.plan import planner, resources, sm90_choice, sm90_wide
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, Full
@@ -80,7 +81,7 @@ def test_the_ring_has_chunks_of_at_most_two_tiles(dims: tuple[int, int]) -> None
 def test_registers_are_those_of_the_warpgroup_with_more_columns() -> None:
     """S in float32, P in 16 bits, and O: 32, 16 and 64 * columns / 128 registers."""
     for dims, columns in (((512, 512), 256), ((448, 448), 256), ((320, 320), 192), ((512, 64), 64)):
-        assert resources.accumulator_registers(build_of(dims)) == 32 + 16 + columns // 2
+        assert fused_kernel_of(build_of(dims)).accumulators(build_of(dims)) == 32 + 16 + columns // 2
 
 
 def loads(build: Build, tiles: int) -> list[tuple[str, int, int]]:
@@ -212,7 +213,7 @@ def test_one_full_barrier_for_both_warpgroups_would_let_them_read_other_chunks()
 )
 def test_supported_problems(changes: dict[str, Any], lacking: tuple[str, ...]) -> None:
     problem = problem_of((512, 512)).replace(**changes)
-    assert sm90.unsupported_features(problem) == lacking
+    assert sm90_choice.unsupported_features(problem) == lacking
     plan = planner.plan(problem, "sm_90a")
     assert (plan.build.variant, plan.build.family) == (("split_d", "sm80") if lacking else ("wide", "sm90"))
     assert all(name in plan.explain() for name in lacking)

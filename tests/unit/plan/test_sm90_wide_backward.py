@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import DoesNotFit
-from cutlass_py_attn.plan import planner, resources, sm90, sm90_wide_backward
+from cutlass_py_attn.plan import planner, resources, sm90_choice, sm90_wide_backward
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
@@ -186,7 +186,7 @@ def test_one_full_barrier_for_both_warpgroups_would_let_them_read_other_chunks()
 )
 def test_supported_problems(changes: dict[str, Any], lacking: tuple[str, ...]) -> None:
     problem = problem_of((512, 512)).replace(**changes)
-    assert sm90.unsupported_features(problem) == lacking
+    assert sm90_choice.unsupported_features(problem) == lacking
     plan = planner.plan(problem, "sm_90a")
     assert (plan.build.variant, plan.build.family) == (("split_d", "sm80") if lacking else ("wide", "sm90"))
     assert all(name in plan.explain() for name in lacking)

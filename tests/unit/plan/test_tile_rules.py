@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import cutlass_py_attn
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
-from cutlass_py_attn.plan import resources, sm90, tile_rules, tiles
+from cutlass_py_attn.plan import build_rules, resources, sm90_choice, tiles
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.catalogue import KERNELS
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile, plans
 from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import VARIANTS
 from cutlass_py_attn.problem.masks import Causal, Full, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
@@ -223,7 +223,7 @@ def test_a_build_that_no_body_has_is_refused(changes: dict[str, Any], field: str
 def test_a_deterministic_2cta_backward_is_refused() -> None:
     build = plan(problem_of("backward", 256), "sm_90a").build
     assert build.variant == "2cta"
-    (found,) = tile_rules.objections(dataclasses.replace(build, deterministic=True))
+    (found,) = build_rules.objections(dataclasses.replace(build, deterministic=True))
     assert found.startswith("deterministic = True")
 
 
@@ -301,7 +301,7 @@ def test_a_problem_that_the_family_does_not_take_is_refused(
 def test_one_block_per_head_is_refused_for_what_it_would_compute_wrongly() -> None:
     tile = TileConfig.parse("64x128x16:3,2+per_head")
     varlen = Problem.dense("backward", Shape(2, 128, 128, 4, 128, 128, tokens=(256, 256)), "bfloat16", Causal())
-    assert "one block per head needs sequences of one length" in "".join(sm90.objections(varlen, tile))
+    assert "one block per head needs sequences of one length" in "".join(sm90_choice.objections(varlen, tile))
     unseen = Problem.dense("backward", Shape(2, 512, 128, 4, 128, 128), "bfloat16", Window(16, 0))
     assert any("some query tiles see no key" in text for text in objections(unseen, "sm90", tile))
 
@@ -310,12 +310,12 @@ def test_a_slow_variant_can_be_tried() -> None:
     """The planner leaves these variants out for these lengths; a caller may measure them."""
     long, short = problem_of("backward", 128, 8192), problem_of("forward", 128, 512)
     per_head, multicast = TileConfig.parse("64x128x16:3,2+per_head"), TileConfig.parse("128x128x12:2+multicast")
-    assert not sm90.applies(long, per_head, 132)
-    assert not sm90.applies(short, multicast, 132)
+    assert not sm90_choice.applies(long, per_head, 132)
+    assert not sm90_choice.applies(short, multicast, 132)
     assert plan_with_tile(long, "sm_90a", per_head).build.variant == "per_head"
     grouped = problem_of("backward", heads_key=2, mask=Full())
     query_heads = TileConfig.parse("64x128x16:3,2+query_heads")
-    assert not sm90.applies(grouped, query_heads, 8)
+    assert not sm90_choice.applies(grouped, query_heads, 8)
     assert plan_with_tile(grouped, "sm_90a", query_heads).build.variant == "query_heads"
     assert plan_with_tile(short, "sm_90a", multicast).build.variant == "multicast"
 
@@ -362,7 +362,7 @@ def test_every_tile_of_the_tables_passes_for_some_problem(family: str, direction
 def test_every_planned_build_passes(problem: Problem, arch: str) -> None:
     for planned in plans(problem, arch):
         assert resources.objections(planned.build, architecture(arch)) == []
-        assert (planned.build.kind, planned.build.family, planned.build.variant) in VARIANTS
+        assert (planned.build.kind, planned.build.family, planned.build.variant) in KERNELS
 
 
 TILES = st.builds(
@@ -407,7 +407,7 @@ def test_any_tile_gives_a_plan_or_is_refused(problem: Problem, tile: TileConfig,
         found = plan_with_tile(problem, arch, tile, family=family)
     except (DoesNotFit, NotSupported):
         return
-    assert found.build.body.name == tile.variant
+    assert found.build.variant == tile.variant
     products = (found.build.warps_scores, found.build.warps_grad_v, found.build.warps_grad_k, found.build.warps_grad_q)
     if family == "sm80":
         assert {rows * columns for rows, columns in products} <= {0, tile.warps}
