@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from cutlass_py_attn.score_terms.term import SM80_KERNELS, ScoreTerm, StructFields
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -36,14 +36,6 @@ class Bias(ScoreTerm):
     field = "bias"
     gradient = "bias"
     struct = StructFields(addresses=("bias", *(f"bias_{axis}" for axis in AXES)))
-    kernels = SM80_KERNELS | {
-        "sm90 forward",
-        "sm90 forward split_kv",
-        "sm90 wide forward",
-        "sm90 backward",
-        "sm90 backward ds_registers",
-        "sm90 backward score_rows",
-    }
     tile_tables = ("bias", "score_mod")  # a bias tile takes shared memory
     needs_registers_sm90 = True
 

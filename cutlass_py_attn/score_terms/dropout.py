@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from cutlass_py_attn.integers import choose, round_up
 from cutlass_py_attn.score_terms.philox import BLOCK_WORDS, WORD_MASK, blocks_of, uniforms
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm, StructFields
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -74,17 +74,6 @@ class DropoutTerm(ScoreTerm):
         sizes=("dropout_threshold",),
         factors=("keep_scale",),
     )
-    kernels = frozenset(KERNELS) - {
-        "sm90 forward split_kv",
-        "sm90 wide forward",
-        "sm90 backward ds_registers",
-        "sm90 backward key_registers",
-        "sm90 backward score_rows",
-        "sm90 backward 2cta",
-        "sm90 backward wide",
-        "decode",
-        "decode persistent",
-    }
     needs_registers_sm90 = True
     modifies_scores = False
     meanings = (

@@ -20,7 +20,7 @@ from cutlass_py_attn.score_terms.bias import Bias
 from cutlass_py_attn.score_terms.dropout import DROPOUT
 from cutlass_py_attn.score_terms.sinks import SINKS
 from cutlass_py_attn.score_terms.softcap import SOFTCAP
-from cutlass_py_attn.score_terms.term import SM80_KERNELS, TILE_TABLES, ScoreTerm
+from cutlass_py_attn.score_terms.term import TILE_TABLES, ScoreTerm
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -108,11 +108,6 @@ def registered_among(features: Collection[str]) -> tuple[ScoreTerm, ...]:
     return tuple(_registered[name] for name in registered() if name in features)
 
 
-def supported(kernels: str) -> tuple[str, ...]:
-    """Returns the names of the terms that these kernels, one of KERNELS, implement."""
-    return tuple(term.name for term in terms() if kernels in term.kernels)
-
-
 def tile_table(features: Collection[str], tables: Collection[str]) -> str:
     """Returns which of the tile tables the terms among the features ask for; "" for none."""
     wanted = {table for term in of_features(features) for table in term.tile_tables}
@@ -184,8 +179,6 @@ def _refusals(term: ScoreTerm) -> list[str]:
         found.append(f"{what}: field and gradient must be empty; only built-in terms have fields of Problem")
     if term.scales_products or term.has_derivative or not term.modifies_scores:
         found.append(f"{what}: must add to the scores; only a built-in term scales products, weights or the softmax")
-    if term.kernels != SM80_KERNELS:
-        found.append(f"{what}: kernels = {sorted(term.kernels)}: must be {sorted(SM80_KERNELS)}; leave it unset")
     if unknown := sorted(set(term.tile_tables) - set(TILE_TABLES)):
         found.append(f"{what}: tile_tables has {', '.join(unknown)}; must be some of {', '.join(TILE_TABLES)}")
     return found

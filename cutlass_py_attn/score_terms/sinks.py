@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm, StructFields, VectorOperand
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
 
 LOG2_E = math.log2(math.e)
 
@@ -26,7 +26,6 @@ class Sinks(ScoreTerm):
     gradient = "sinks"
     vector = VectorOperand("sinks", (("num_heads",),), "logit of each head that joins the softmax's denominator")
     struct = StructFields(addresses=("sinks",))
-    kernels = frozenset(KERNELS) - {"sm90 backward 2cta", "decode"}
     tile_tables = ()
     modifies_scores = False
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm, StructFields
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -33,12 +33,6 @@ class Softcap(ScoreTerm):
     name = "softcap"
     field = "softcap"
     struct = StructFields(factors=("softcap",))
-    kernels = frozenset(KERNELS) - {
-        "sm90 backward ds_registers",
-        "sm90 backward key_registers",
-        "sm90 backward 2cta",
-        "decode",
-    }
     tile_tables = ("softcap", "score_mod")  # its derivative stays in registers from S to dS
     scales_products = True
     has_derivative = True

@@ -19,27 +19,6 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-# Kernels by what they can do with score terms. "forward split_kv": the sm90 forward whose blocks share the keys of each
-# query tile; "wide forward", "backward wide": the sm90 kernels of head dims beyond 256; "backward ds_registers",
-# "backward key_registers": the sm90 backwards with dS in registers, and with the key tile besides; "backward
-# score_rows": the one that computes the scores of a query tile in parts; "backward 2cta": the one of two CTAs per key
-# tile.
-KERNELS = (
-    "sm80 forward",
-    "sm80 backward",
-    "sm90 forward",
-    "sm90 forward split_kv",
-    "sm90 wide forward",
-    "sm90 backward",
-    "sm90 backward ds_registers",
-    "sm90 backward key_registers",
-    "sm90 backward score_rows",
-    "sm90 backward 2cta",
-    "sm90 backward wide",
-    "decode",
-    "decode persistent",
-)
-SM80_KERNELS = frozenset(KERNELS[:2])
 # The tile tables that terms may ask for, the table that wins first. "score_mod": tiles that leave registers for terms.
 TILE_TABLES = ("softcap", "bias", "score_mod")
 
@@ -110,7 +89,6 @@ class ScoreTerm:
     vector: its float32 array; None when the term has none
     gradient: operand that the backward writes a gradient of, as "bias" of grad_bias; "" for none
     struct: its fields in the kernels' parameter struct
-    kernels: kernels that implement the term, out of KERNELS
     tile_tables: the tile tables that leave it registers or shared memory, out of TILE_TABLES; () for any tile
     needs_registers_sm90: whether three consumer warpgroups of the sm90 forward lack registers for a wide tile with it
     modifies_scores: whether `modify_scores` changes a tile of scores between S = Q K^T and the mask
@@ -124,7 +102,6 @@ class ScoreTerm:
     vector: ClassVar[VectorOperand | None] = None
     gradient: ClassVar[str] = ""
     struct: ClassVar[StructFields] = StructFields()
-    kernels: ClassVar[frozenset[str]] = SM80_KERNELS
     tile_tables: ClassVar[tuple[str, ...]] = ("score_mod",)
     needs_registers_sm90: ClassVar[bool] = False
     modifies_scores: ClassVar[bool] = True

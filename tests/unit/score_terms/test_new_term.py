@@ -22,7 +22,7 @@ from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.score_terms import registry
-from cutlass_py_attn.score_terms.term import SM80_KERNELS, StructFields, VectorOperand
+from cutlass_py_attn.score_terms.term import StructFields, VectorOperand
 from tests.cases.distance_squared import DistanceSquared, distance_squared
 
 Array = npt.NDArray[Any]
@@ -200,7 +200,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "field of Problem": ({"field": "sinks"}, "field and gradient must be empty"),
     "products": ({"scales_products": True}, "must add to the scores"),
     "derivative": ({"has_derivative": True}, "must add to the scores"),
-    "kernels": ({"kernels": frozenset({"sm90 forward"})}, "must be ['sm80 backward', 'sm80 forward']"),
     "tables": ({"tile_tables": ("narrow",)}, "tile_tables has narrow"),
 }  # fmt: skip
 
@@ -229,9 +228,7 @@ def test_two_terms_at_once() -> None:
 
 
 def test_a_field_of_the_kernels_is_refused() -> None:
-    score_terms.register(
-        type("Other", (Valid,), {"struct": StructFields(("second", "group")), "kernels": SM80_KERNELS})()
-    )
+    score_terms.register(type("Other", (Valid,), {"struct": StructFields(("second", "group"))})())
     try:
         problem = problem_of(score_terms=(("second", Tensor.contiguous((4,), "float32")),))
         build = plan_forward(problem, "sm_90").build
