@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,7 +20,7 @@ from cutlass_py_attn.plan import split_kv
 Values = Mapping[str, float]
 
 
-class Expr:
+class Expr(ABC):
     """An expression: a Number, a Name, an Operation or a Call; `str` gives its text in a manifest.
 
     The operators + - * >= <= > give an Operation, // and % a Call of div and mod. == compares two expressions, `equals`
@@ -28,13 +29,13 @@ class Expr:
 
     __slots__ = ()
 
+    @abstractmethod
     def evaluate(self, values: Values) -> Any:
         """Returns the value; KeyError for a name without one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def substitute(self, rules: Mapping[str, Expr]) -> Expr:
         """Returns the expression with the rules in place of their names."""
-        raise NotImplementedError
 
     def equals(self, other: Term) -> Expr:
         """Returns the comparison of the values of both."""

@@ -270,7 +270,7 @@ def _overlaps(problem: Problem) -> Iterator[Condition]:
 
 def _sees_keys(build: Build) -> Iterator[Condition]:
     """Variant per_head writes the gradient of a query with the last key tile that it sees, and of no other query."""
-    if build.variant == PER_HEAD and build.mask != "full":
+    if build.variant == PER_HEAD and not build.form.sees_all:
         says = f"each tile of {build.tile_m} queries must see a key; export a problem of which some do not"
         yield backward_choice.sees_keys(build.form, build.tile_m), says
 

@@ -179,6 +179,10 @@ def _refusals(term: ScoreTerm) -> list[str]:
         found.append(f"{what}: field and gradient must be empty; only built-in terms have fields of Problem")
     if term.scales_products or term.has_derivative or not term.modifies_scores:
         found.append(f"{what}: must add to the scores; only a built-in term scales products, weights or the softmax")
+    if hasattr(term, "kernels"):
+        found.append(
+            f"{what}: kernels = {term.kernels!r}: no kernel reads it, terms run in the sm80 kernels; delete it"
+        )
     if unknown := sorted(set(term.tile_tables) - set(TILE_TABLES)):
         found.append(f"{what}: tile_tables has {', '.join(unknown)}; must be some of {', '.join(TILE_TABLES)}")
     return found

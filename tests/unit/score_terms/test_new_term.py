@@ -200,6 +200,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "field of Problem": ({"field": "sinks"}, "field and gradient must be empty"),
     "products": ({"scales_products": True}, "must add to the scores"),
     "derivative": ({"has_derivative": True}, "must add to the scores"),
+    "kernels": ({"kernels": ("sm80 forward",)}, "kernels = ('sm80 forward',): no kernel reads it"),
     "tables": ({"tile_tables": ("narrow",)}, "tile_tables has narrow"),
 }  # fmt: skip
 
