@@ -38,13 +38,13 @@ if TYPE_CHECKING:
         NotSupported,
         Stale,
     )
+    from cutlass_py_attn.launch.build import Build
+    from cutlass_py_attn.launch.tile_config import TileConfig
     from cutlass_py_attn.plan.append import plan_append
-    from cutlass_py_attn.plan.build import Build
     from cutlass_py_attn.plan.merge import plan_merge
     from cutlass_py_attn.plan.performance import PerformanceWarning
     from cutlass_py_attn.plan.plan import Plan
     from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
-    from cutlass_py_attn.plan.tile_config import TileConfig
     from cutlass_py_attn.problem.append import AppendProblem
     from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
     from cutlass_py_attn.problem.merge import MergeProblem
@@ -72,12 +72,12 @@ _PUBLIC_NAMES = {
     "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
     "plan.append": ("plan_append",),
-    "plan.build": ("Build",),
+    "launch.build": ("Build",),
     "plan.merge": ("plan_merge",),
     "plan.performance": ("PerformanceWarning",),
     "plan.plan": ("Plan",),
     "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
-    "plan.tile_config": ("TileConfig",),
+    "launch.tile_config": ("TileConfig",),
     "problem.append": ("AppendProblem",),
     "problem.masks": ("Causal", "CausalBottomRight", "Full", "Mask", "Window"),
     "problem.merge": ("MergeProblem",),

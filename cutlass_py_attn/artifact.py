@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cutlass_py_attn.errors import AttentionError, NotSupported, Stale
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.build_json import expect_known
 from cutlass_py_attn.problem import typed_json
 from cutlass_py_attn.problem.scalars import path_objections, shown

@@ -27,8 +27,8 @@ from cutlass_py_attn.api.request import of_cache, problem_of
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice, NotSupported
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import performance
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor

@@ -15,7 +15,7 @@ from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.quantization import SCALES

@@ -11,7 +11,7 @@ from typing import Final
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.api.paged import Paged, layout_reasons
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.abi import SEED
+from cutlass_py_attn.launch.abi import SEED
 from cutlass_py_attn.problem import paging
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import output_dtype

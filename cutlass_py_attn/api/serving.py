@@ -19,8 +19,8 @@ from cutlass_py_attn.api.options import BACKENDS
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem

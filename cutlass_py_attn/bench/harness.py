@@ -28,7 +28,7 @@ from cutlass_py_attn.bench import peers as bench_peers
 from cutlass_py_attn.bench import timing
 from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import Tensor

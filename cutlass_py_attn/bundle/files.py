@@ -26,12 +26,12 @@ from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
 from cutlass_py_attn.bundle.replacing import objection, replace_folder
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.launch.arch import architecture, runs_on
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture, runs_on
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import variant_of
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem

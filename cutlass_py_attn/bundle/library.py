@@ -16,8 +16,8 @@ from cutlass_py_attn import __version__
 from cutlass_py_attn.bundle import c_text, interface
 from cutlass_py_attn.bundle.dispatch import ALWAYS, Facts, facts_of, order_key
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, from_json
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
 from cutlass_py_attn.plan import launch_rules
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem

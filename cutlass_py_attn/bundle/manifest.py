@@ -29,10 +29,11 @@ from cutlass_py_attn.bundle.rules import (
     to_json,
 )
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import abi, entry_parameters, entry_points, launch_rules, planner
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr, Number
+from cutlass_py_attn.plan import entry_parameters, launch_rules, planner
 from cutlass_py_attn.plan.decode_smem import combine_bytes
-from cutlass_py_attn.plan.expressions import Expr, Number
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.plan.preconditions import Condition, mapped
 from cutlass_py_attn.problem.problem import Problem
@@ -263,7 +264,7 @@ def _not_launched(build: Build, role: str, symbol: str) -> Launch:
     return Launch(
         symbol,
         (0, 0, 0),
-        (entry_points.entry_threads(build, role), 1, 1),
+        (entry_parameters.entry_threads(build, role), 1, 1),
         combine_bytes(build, entry_points.COMBINE_WARPS),
         is_dependent=entry_points.is_dependent_launch(build, role),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.bundle.inputs import Input, Pointer
-from cutlass_py_attn.plan import abi, launch_rules
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, contiguous_strides, round_up
-from cutlass_py_attn.plan.names import BATCH, MAX_PAGES, NUM_HEADS, NUM_HEADS_KEY, NUM_QUERIES
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, contiguous_strides, round_up
+from cutlass_py_attn.launch.names import BATCH, MAX_PAGES, NUM_HEADS, NUM_HEADS_KEY, NUM_QUERIES
+from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, TILE, granularity
 from cutlass_py_attn.problem.tensors import BIASES, KEY_ROPE, LSE_PADDING, Tensor

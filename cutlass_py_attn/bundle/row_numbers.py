@@ -7,10 +7,10 @@ from typing import Final
 from cutlass_py_attn.bundle import row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
 from cutlass_py_attn.bundle.row_rules import RowProblem
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, contiguous_strides, round_up
-from cutlass_py_attn.plan.names import BATCH, NUM_HEADS, NUM_QUERIES, TOKENS_K
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, contiguous_strides, round_up
+from cutlass_py_attn.launch.names import BATCH, NUM_HEADS, NUM_QUERIES, TOKENS_K
 from cutlass_py_attn.problem.append import SCALES, AppendProblem
 from cutlass_py_attn.problem.tensors import LSE_PADDING, Tensor
 

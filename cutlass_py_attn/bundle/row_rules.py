@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, call, step
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, call, step
+from cutlass_py_attn.launch.names import (
     BATCH,
     NUM_HEADS,
     NUM_HEADS_KEY,

@@ -9,14 +9,15 @@ from typing import Any, Final
 
 from cutlass_py_attn.bundle import numbers, row_numbers, row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
-from cutlass_py_attn.plan import entry_points, launch_rules, planner, preconditions
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr, Grid, Name, Number, minimum
+from cutlass_py_attn.launch.names import PAGE_SIZE, TABLE_ENTRIES
+from cutlass_py_attn.plan import launch_rules, planner, preconditions
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import Expr, Grid, Name, Number, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_INT32, BufferRule
 from cutlass_py_attn.plan.merge import plan_merge
-from cutlass_py_attn.plan.names import PAGE_SIZE, TABLE_ENTRIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
 from cutlass_py_attn.plan.sm90_smem import RAGGED_STRIDE_BYTES, most_box_rows

@@ -10,10 +10,11 @@ from itertools import product
 from typing import Final
 
 from cutlass_py_attn.cli.selection import SIZES, builds_among, component_gemms
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
+from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.plan import planner, sm90_choice
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
@@ -21,7 +22,6 @@ from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem

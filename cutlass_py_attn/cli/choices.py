@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import SPLIT_KV, STANDARD
 from cutlass_py_attn.plan import planner, resources, sm90_choice
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.catalogue import FAMILIES
 from cutlass_py_attn.plan.kernel import Family
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.plan.tiles import sm90_tiles
-from cutlass_py_attn.plan.variants import SPLIT_KV, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 
 

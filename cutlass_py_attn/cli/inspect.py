@@ -24,7 +24,7 @@ from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.runtime import binding

@@ -7,7 +7,7 @@ import os
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import compiler, turns
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.scalars import path_objections, shown
 

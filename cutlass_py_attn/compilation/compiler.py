@@ -29,7 +29,7 @@ from cutlass_py_attn.compilation import registry, report
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.compilation.cubin import Cubin, read
 from cutlass_py_attn.errors import AttentionError, BreaksPlan, CompileError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.score_terms.registry import source_digest
 

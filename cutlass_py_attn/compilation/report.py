@@ -9,9 +9,10 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Kernel, Parameter
 from cutlass_py_attn.compilation.cubin import Cubin, CubinKernel
-from cutlass_py_attn.plan import entry_parameters, entry_points
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 
 _ENTRY: Final = re.compile(r"\.entry\s+(\S+?)\s*\((.*?)\)", re.DOTALL)
 _PARAMETER: Final = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)\s[^,]*?(\w+)(?:\[(\d+)\])?\s*(?:,|$)")
@@ -87,7 +88,7 @@ def _entry_findings(build: Build, cubin: Cubin) -> Iterator[str]:
 def _kernel_findings(build: Build, kernel: CubinKernel, spills: dict[str, int]) -> Iterator[str]:
     """Yields each limit that a kernel exceeds."""
     limits = architecture(build.arch)
-    threads = entry_points.entry_threads(build, _role(build, kernel.symbol))
+    threads = entry_parameters.entry_threads(build, _role(build, kernel.symbol))
     registers = limits.register_limit(threads)
     limited = (
         ("stack frame", "bytes per thread", kernel.frame_bytes, 0),

@@ -29,7 +29,7 @@ from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.machine import Arrays, Machine
 from cutlass_py_attn.distributed.split import OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
 from cutlass_py_attn.errors import AttentionError, NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import (

@@ -21,7 +21,7 @@ from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.distributed.machine import Arrays, Machine, along, as_options
 from cutlass_py_attn.distributed.views import View, dense_strides
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.merge import MAX_HEAD_DIM, OUTPUTS, MergeProblem
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes

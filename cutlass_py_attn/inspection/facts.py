@@ -10,8 +10,9 @@ from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.line_info import LineInfo, compile_with_line_info
 from cutlass_py_attn.inspection.occupancy import occupancy
-from cutlass_py_attn.plan import abi, entry_points, launch_rules
-from cutlass_py_attn.plan.build import STEPS, Build
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import STEPS, Build
+from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.plan.plan import Plan
 
 Json = dict[str, Any]

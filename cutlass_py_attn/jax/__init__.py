@@ -54,8 +54,8 @@ from cutlass_py_attn.jax.calls import CHECKPOINT_NAME
 from cutlass_py_attn.jax.rows import reorder, restore
 from cutlass_py_attn.jax.segments import packed_sequences
 from cutlass_py_attn.jax.serving import append_to_cache, merge_states
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.quantization import SCALES

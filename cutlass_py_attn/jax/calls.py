@@ -18,7 +18,7 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.jax import auto, host_threads, partition, primitive
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.rows import Context
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, Tensor

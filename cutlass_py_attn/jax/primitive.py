@@ -22,9 +22,9 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET, WORKSPACE
 from cutlass_py_attn.jax.payload import Payload, key_of
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import performance, planner
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import binding, driver

@@ -28,9 +28,9 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, host_threads, primitive
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET
 from cutlass_py_attn.jax.payload import Payload, key_of
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import LOGSUMEXPS, MergeProblem

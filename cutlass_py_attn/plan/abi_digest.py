@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 
-from cutlass_py_attn.plan import abi, entry_parameters, entry_points
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 
 
 def abi_digest(build: Build) -> str:

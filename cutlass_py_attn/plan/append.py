@@ -11,11 +11,11 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
 from cutlass_py_attn.plan.planner import arch_objections
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
 from cutlass_py_attn.problem.append import (
     CACHES,
     GIVEN_SCALES,

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_D
 from cutlass_py_attn.plan import tile_options
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.plan.kernel import FusedKernel, Kernel
 from cutlass_py_attn.plan.tile_rules import listed, refuse
-from cutlass_py_attn.plan.variants import SPLIT_D
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
 

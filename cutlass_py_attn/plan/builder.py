@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import build_rules
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
 from cutlass_py_attn.plan.split_d import even_head_dim_split
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, Tensor
 

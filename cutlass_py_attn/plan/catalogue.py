@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import decode, row_kernels, sm80, sm90, sm90_choice, sm90_mla_kernel
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.kernel import Family, FusedKernel, Kernel
 
 KERNELS: Final[dict[tuple[str, str, str], Kernel]] = {

@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.integers import log2
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, decode_map, persistent_map, team_warps
-from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, Number, call, ceil_div, maximum, minimum
-from cutlass_py_attn.plan.kernel import Family, FusedKernel, block_registers, no_products, no_tensor_maps
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, Number, call, ceil_div, maximum, minimum
+from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
     NUM_HEADS,
@@ -22,9 +20,11 @@ from cutlass_py_attn.plan.names import (
     NUM_SMS,
     NUM_SPLITS_KEY,
 )
+from cutlass_py_attn.launch.variants import MLA, PERSISTENT, STANDARD
+from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, decode_map, persistent_map, team_warps
+from cutlass_py_attn.plan.kernel import Family, FusedKernel, block_registers, no_products, no_tensor_maps
 from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM, decode_forward
 from cutlass_py_attn.plan.tiles import decode_tiles
-from cutlass_py_attn.plan.variants import MLA, PERSISTENT, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, FLOAT8, ITEM_BYTES, OPERANDS, WORD_BYTES
 from cutlass_py_attn.score_terms import registry

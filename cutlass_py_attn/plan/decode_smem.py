@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.build import Buffer, Build
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS
-from cutlass_py_attn.plan.smem import BUFFER_ALIGNMENT, stack, tile_bytes
+from cutlass_py_attn.launch.build import Buffer, Build
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS
+from cutlass_py_attn.launch.smem import BUFFER_ALIGNMENT, stack, tile_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 

@@ -6,11 +6,12 @@ import functools
 import operator
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, ceil_div, maximum, minimum
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS
-from cutlass_py_attn.plan.grad_bias_smem import WGMMA_TILE, grad_bias_build, uses_wgmma
-from cutlass_py_attn.plan.names import BATCH, NUM_HEADS, NUM_KEYS, NUM_QUERIES, NUM_SMS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, ceil_div, maximum, minimum
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.names import BATCH, NUM_HEADS, NUM_KEYS, NUM_QUERIES, NUM_SMS
+from cutlass_py_attn.plan.grad_bias_smem import WGMMA_TILE, grad_bias_build
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 LEAST_PART_PAIRS: Final = 4  # (batch, head) pairs of a part of a tile's sum, if blocks share tiles

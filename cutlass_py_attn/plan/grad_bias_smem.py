@@ -11,13 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.plan.build import Buffer, Build, Warps
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
-from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.split_d import even_chunk
-from cutlass_py_attn.plan.variants import KEEPS_DS, PER_HEAD, QUERY_HEADS, STANDARD
-from cutlass_py_attn.problem.tensors import F32_BYTES, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.launch.build import Buffer, Build, Warps
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.smem import BARRIER_BYTES, even_chunk, first_that_fits, stack, tile_bytes
+from cutlass_py_attn.launch.variants import STANDARD
+from cutlass_py_attn.problem.tensors import F32_BYTES
 
 CHUNK_ROW_BYTES = (256, 128)  # of one row of a chunk; the widest that fits is chosen
 CHUNK_STAGES = 2  # one chunk is multiplied while the next is loaded
@@ -27,23 +26,6 @@ WGMMA_TILE: Final = 128  # queries and keys of a tile of the kernel of wgmma
 WGMMA_WARPS: Final = (8, 1)  # over rows and columns of the scores: two warpgroups
 WGMMA_REGISTERS: Final = (24, 240)  # of a thread of the warpgroup that loads, and of those that compute
 WGMMA_STAGES: Final = ((2, 2), (2, 1), (1, 1))  # of Q and K, and of dO and V; the first that fit are chosen
-WGMMA_MODES: Final = ("b", "h", "bh", "none")
-WGMMA_FEATURES: Final = frozenset(("bias", "grouped", "varlen", "seqused", "sinks"))
-WGMMA_HEAD_DIM: Final = 128  # the widest
-WGMMA_VARIANTS: Final = (STANDARD, PER_HEAD, QUERY_HEADS, *KEEPS_DS)  # of the main kernel
-
-
-def uses_wgmma(build: Build) -> bool:
-    """Returns whether the separate grad_bias kernel multiplies with wgmma."""
-    if build.family != "sm90" or build.variant not in WGMMA_VARIANTS:
-        return False
-    is_possible = suits_wgmma(build.grad_bias_mode, build.features, build.grad_bias_vector_bytes)
-    return is_possible and max(build.columns, build.columns_value) <= WGMMA_HEAD_DIM
-
-
-def suits_wgmma(mode: str, features: tuple[str, ...], vector_bytes: int) -> bool:
-    """Returns whether the kernel of wgmma computes a grad_bias of this mode, alignment and features beside it."""
-    return mode in WGMMA_MODES and {*features} <= WGMMA_FEATURES and vector_bytes == ROW_ALIGNMENT_BYTES
 
 
 def grad_bias_build(build: Build) -> Build:

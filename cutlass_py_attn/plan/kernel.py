@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from cutlass_py_attn.plan.arch import Architecture
-from cutlass_py_attn.plan.build import Buffer, Build, Warps
-from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name
-from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.launch.arch import Architecture
+from cutlass_py_attn.launch.build import Buffer, Build, Warps
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 

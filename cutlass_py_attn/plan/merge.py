@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.plan.append import row_build, row_plan, vector_elements
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import arch_objections
-from cutlass_py_attn.plan.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
 from cutlass_py_attn.problem.scalars import shown
 

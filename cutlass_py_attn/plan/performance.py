@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.launch.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.plan.catalogue import KERNELS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
@@ -27,13 +28,12 @@ from cutlass_py_attn.plan.tile_rules import (
     SM90_MAX_HEAD_DIM,
     WIDE_MAX_HEAD_DIM,
 )
-from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
-    from cutlass_py_attn.plan.build import Build
+    from cutlass_py_attn.launch.build import Build
     from cutlass_py_attn.plan.plan import Plan
 
 LEAST_FACTOR: Final = 3.0  # of the estimated time without the change and with it, from which on a plan is slow

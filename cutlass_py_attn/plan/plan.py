@@ -13,8 +13,8 @@ import json
 from dataclasses import dataclass
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.arch import Architecture, architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.arch import Architecture, architecture
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.build_json import expect_known
 from cutlass_py_attn.plan.explain import explain
 from cutlass_py_attn.problem import typed_json

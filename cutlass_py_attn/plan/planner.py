@@ -10,9 +10,13 @@ from typing import Final
 
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan import entry_points, launch_rules, resources, sm90
-from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture, targets
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import tile_bytes
+from cutlass_py_attn.launch.tile_config import TileConfig, tile_objections
+from cutlass_py_attn.launch.variants import STANDARD
+from cutlass_py_attn.plan import entry_parameters, launch_rules, resources, sm90
 from cutlass_py_attn.plan.builder import build_for, builds_for
 from cutlass_py_attn.plan.catalogue import FAMILIES, KERNELS, fused_kernel_of, kernel_of
 from cutlass_py_attn.plan.decode_smem import combine_bytes
@@ -20,10 +24,7 @@ from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
 from cutlass_py_attn.plan.kernel import Family
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
 from cutlass_py_attn.plan.sm90_choice import LEAST_PAGE_SIZE
-from cutlass_py_attn.plan.smem import tile_bytes
 from cutlass_py_attn.plan.split_d import dq_piece_columns
-from cutlass_py_attn.plan.tile_config import TileConfig, tile_objections
-from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of, shown
@@ -304,11 +305,11 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
         launch = Launch(
             symbol,
             (x, y, z),
-            (entry_points.entry_threads(build, role), 1, 1),
+            (entry_parameters.entry_threads(build, role), 1, 1),
             shared_memory_bytes.get(role, 0),
             is_dependent=entry_points.is_dependent_launch(build, role),
         )
-        if entry_points.has_tensor_maps(build, role):
+        if entry_parameters.has_tensor_maps(build, role):
             own = grad_bias_build(build) if role == "bias" else build
             maps = tuple(_tensor_maps(problem, own, values))
             launch = replace(launch, tensor_maps=maps, cluster=own.cluster)

@@ -10,22 +10,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from cutlass_py_attn.plan import backward_choice, decode, decode_smem, entry_parameters, entry_points, sm90_choice
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
-from cutlass_py_attn.plan.launch_rules import (
-    BIAS_SIZES,
-    MAX_GRID_YZ,
-    MAX_INT32,
-    VALUE_PAGE_ROWS,
-    batch_axis,
-    bias_axes,
-    grids_of,
-    shape,
-    total_tiles,
-    workspace,
-)
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
+from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
     MAX_PAGES,
@@ -39,8 +27,21 @@ from cutlass_py_attn.plan.names import (
     TOKENS_K,
     TOKENS_Q,
 )
+from cutlass_py_attn.launch.variants import PER_HEAD, PERSISTENT
+from cutlass_py_attn.plan import backward_choice, decode, decode_smem, entry_parameters, sm90_choice
+from cutlass_py_attn.plan.launch_rules import (
+    BIAS_SIZES,
+    MAX_GRID_YZ,
+    MAX_INT32,
+    VALUE_PAGE_ROWS,
+    batch_axis,
+    bias_axes,
+    grids_of,
+    shape,
+    total_tiles,
+    workspace,
+)
 from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, starts_from_logsumexp
-from cutlass_py_attn.plan.variants import PER_HEAD, PERSISTENT
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_py_attn.errors import DoesNotFit
+from cutlass_py_attn.launch.arch import Architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import MMA_COLUMNS, MMA_ROWS
 from cutlass_py_attn.plan import build_rules
-from cutlass_py_attn.plan.arch import Architecture
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.catalogue import kernel_of
-from cutlass_py_attn.plan.gemm_spec import MMA_COLUMNS, MMA_ROWS
 from cutlass_py_attn.plan.kernel import FusedKernel
 
 

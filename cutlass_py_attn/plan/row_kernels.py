@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Grid, Name, ceil_div
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Grid, Name, ceil_div
+from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.plan.kernel import Kernel, no_tensor_maps
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, STANDARD, SUM, SUM_LAST, TOTAL
 
 
 def main_grid(build: Build) -> Grid:

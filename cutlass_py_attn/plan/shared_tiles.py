@@ -12,10 +12,10 @@ import functools
 from typing import Final
 
 from cutlass_py_attn import integers
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
-from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, inline, maximum, minimum, times
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import COMBINE_WARPS
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, ceil_div, inline, maximum, minimum, times
+from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
     NUM_HEADS,
@@ -27,8 +27,8 @@ from cutlass_py_attn.plan.names import (
     TOKENS_Q,
     WORK_TILES,
 )
+from cutlass_py_attn.launch.variants import SPLIT_KV
 from cutlass_py_attn.plan.sm90_smem import shared_tile_layout
-from cutlass_py_attn.plan.variants import SPLIT_KV
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 # Of the forward, in key tiles: the least of a part, and the time that a part takes besides.

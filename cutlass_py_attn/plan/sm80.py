@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.launch.build import Build, Warps
+from cutlass_py_attn.launch.expressions import Expr, Grid, ceil_div, maximum, minimum, times
+from cutlass_py_attn.launch.gemm_spec import MMA_COLUMNS, MMA_ROWS
+from cutlass_py_attn.launch.names import BATCH, NUM_HEADS, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, NUM_SPLITS_KEY
+from cutlass_py_attn.launch.variants import SPLIT_D, STANDARD
 from cutlass_py_attn.plan import sm80_smem, tile_rules
-from cutlass_py_attn.plan.build import Build, Warps
-from cutlass_py_attn.plan.expressions import Expr, Grid, ceil_div, maximum, minimum, times
-from cutlass_py_attn.plan.gemm_spec import MMA_COLUMNS, MMA_ROWS
 from cutlass_py_attn.plan.kernel import (
     TERMS,
     Family,
@@ -21,10 +23,8 @@ from cutlass_py_attn.plan.kernel import (
     no_splits,
     no_tensor_maps,
 )
-from cutlass_py_attn.plan.names import BATCH, NUM_HEADS, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, NUM_SPLITS_KEY
 from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, gradient_columns, split_d_map, splits_dk_dv
 from cutlass_py_attn.plan.tiles import sm80_tiles
-from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import OPERANDS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cutlass_py_attn.plan.build import Buffer, Build
-from cutlass_py_attn.plan.smem import stack, tile_bytes
+from cutlass_py_attn.launch.build import Buffer, Build
+from cutlass_py_attn.launch.smem import stack, tile_bytes
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, F32_BYTES
 from cutlass_py_attn.score_terms import registry
 

@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.plan import sm90_e4m3, sm90_smem, sm90_wide, sm90_wide_backward, tile_rules, tile_time
-from cutlass_py_attn.plan.arch import Architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import LAST_VALUE, mapped_field
-from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.kernel import TERMS, FusedKernel, Kernel, gemm_grid, no_products, no_splits
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.launch.arch import Architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import LAST_VALUE, mapped_field
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
     NUM_HEADS,
@@ -27,21 +25,9 @@ from cutlass_py_attn.plan.names import (
     NUM_SPLITS_KEY,
     WORK_TILES,
 )
-from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
-from cutlass_py_attn.plan.sm90_smem import (
-    DQ_WARPGROUPS,
-    LOAD_WARPGROUPS,
-    WARPGROUP_ROWS,
-    deals_last_rounds,
-    most_box_rows,
-    stored_tiles,
-    tma_tiles,
-)
-from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
-from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tiles import sm90_tiles
-from cutlass_py_attn.plan.variants import (
+from cutlass_py_attn.launch.smem import swizzle_bytes
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     E4M3,
     E4M3_CACHE,
@@ -55,6 +41,20 @@ from cutlass_py_attn.plan.variants import (
     TWO_CTA,
     WIDE,
 )
+from cutlass_py_attn.plan import sm90_e4m3, sm90_smem, sm90_wide, sm90_wide_backward, tile_rules, tile_time
+from cutlass_py_attn.plan.kernel import TERMS, FusedKernel, Kernel, gemm_grid, no_products, no_splits
+from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
+from cutlass_py_attn.plan.sm90_smem import (
+    DQ_WARPGROUPS,
+    LOAD_WARPGROUPS,
+    WARPGROUP_ROWS,
+    deals_last_rounds,
+    most_box_rows,
+    stored_tiles,
+    tma_tiles,
+)
+from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
+from cutlass_py_attn.plan.tiles import sm90_tiles
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE
 from cutlass_py_attn.score_terms import registry

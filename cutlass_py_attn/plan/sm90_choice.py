@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cutlass_py_attn.plan import backward_choice, sm90, sm90_mla_kernel, tile_time
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.grad_bias_mode import has_wgmma, unsupported_sm90
-from cutlass_py_attn.plan.kernel import Family
-from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES, WARPGROUP_ROWS
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.tiles import is_mla, sm90_tiles, splits_score_rows
-from cutlass_py_attn.plan.variants import (
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     MULTICAST,
     PER_HEAD,
     SPLIT_KV,
     STANDARD,
 )
+from cutlass_py_attn.plan import backward_choice, sm90, sm90_mla_kernel, tile_time
+from cutlass_py_attn.plan.grad_bias_mode import has_wgmma, unsupported_sm90
+from cutlass_py_attn.plan.kernel import Family
+from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS
+from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES, WARPGROUP_ROWS
+from cutlass_py_attn.plan.tile_options import with_options
+from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
+from cutlass_py_attn.plan.tiles import is_mla, sm90_tiles, splits_score_rows
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (

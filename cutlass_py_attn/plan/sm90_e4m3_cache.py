@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.smem import swizzle_bytes
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
+from cutlass_py_attn.launch.smem import swizzle_bytes
 
 VECTOR_CODES: Final = 16  # of a row, that a thread loads at once
 VECTOR_BYTES: Final = 2 * VECTOR_CODES  # of these codes in 16 bits

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import MLA
 from cutlass_py_attn.plan import decode, sm90
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.kernel import FusedKernel, no_products, no_splits
 from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS, SLOTS, WARPGROUPS, forward_map
 from cutlass_py_attn.plan.sm90_smem import LOAD_WARPGROUPS, WARPGROUP_ROWS
 from cutlass_py_attn.plan.tile_rules import consumers, refuse, sm90_operands
-from cutlass_py_attn.plan.variants import MLA
 from cutlass_py_attn.problem.tensors import KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 

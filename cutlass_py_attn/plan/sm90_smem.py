@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.build import Buffer, Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_e4m3_cache import registers as e4m3_cache_registers
-from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.variants import (
+from cutlass_py_attn.launch.build import Buffer, Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
+from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     E4M3,
     E4M3_CACHE,
@@ -34,6 +33,7 @@ from cutlass_py_attn.plan.variants import (
     TWO_CTA,
     WIDE,
 )
+from cutlass_py_attn.plan.sm90_e4m3_cache import registers as e4m3_cache_registers
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
@@ -41,7 +41,6 @@ LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
 WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
-BARRIER_BYTES: Final = 8
 NARROW_COLUMNS: Final = 128  # most columns of a backward whose warpgroups have dK and dV both
 KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
 KEY_REGISTERS_STAGED: Final = 2  # of these pieces in the staging buffer; a query tile has a multiple of it

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.build import WIDE_COLUMN_MULTIPLE, Buffer, Build
-from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
-from cutlass_py_attn.plan.smem import first_that_fits, stack, tile_bytes
+from cutlass_py_attn.launch.build import WIDE_COLUMN_MULTIPLE, Buffer, Build
+from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 WARPGROUPS: Final = 2  # that compute

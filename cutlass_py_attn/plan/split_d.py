@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import ceil_div, round_up
-from cutlass_py_attn.plan.build import COLUMN_MULTIPLE, Buffer, Build
-from cutlass_py_attn.plan.smem import TILE_ALIGNMENT, first_that_fits, rows_copied_at_once, stack, tile_bytes
+from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Buffer, Build
+from cutlass_py_attn.launch.smem import (
+    TILE_ALIGNMENT,
+    even_chunk,
+    first_that_fits,
+    rows_copied_at_once,
+    stack,
+    tile_bytes,
+)
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
@@ -25,12 +32,6 @@ def tile_and_column_block(block: Any, column_blocks: int) -> tuple[Any, Any]:
     The column blocks of a tile are neighbours, because they read the same tiles at the same time.
     """
     return block // column_blocks, block % column_blocks
-
-
-def even_chunk(columns: int, widest: int) -> int:
-    """Returns the columns of one chunk if as few chunks as possible cover `columns`, none wider than `widest`."""
-    count = ceil_div(columns, max(widest, COLUMN_MULTIPLE))
-    return round_up(ceil_div(columns, count), COLUMN_MULTIPLE)
 
 
 COPY_BYTES = 16  # of one copy of a thread

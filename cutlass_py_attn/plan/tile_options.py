@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import (
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import (
     BITS,
     DS_REGISTERS,
     E4M3,

@@ -5,25 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.decode_smem import team_warps
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_e4m3 import TILE_N as E4M3_TILE_N
-from cutlass_py_attn.plan.sm90_e4m3_cache import MOST_VECTORS, rows_at_once, vectors_of_tile
-from cutlass_py_attn.plan.sm90_e4m3_cache import REGISTERS as E4M3_CACHE_REGISTERS
-from cutlass_py_attn.plan.sm90_smem import (
-    CONSUMER_WARPGROUPS,
-    DQ_WARPGROUPS,
-    E4M3_REGISTERS,
-    FORWARD_REGISTERS,
-    LOAD_WARPGROUPS,
-    WARPGROUP_ROWS,
-)
-from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
-from cutlass_py_attn.plan.smem import rows_copied_at_once
-from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
-from cutlass_py_attn.plan.variants import (
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.smem import rows_copied_at_once
+from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     E4M3,
     E4M3_CACHE,
@@ -37,6 +23,20 @@ from cutlass_py_attn.plan.variants import (
     STANDARD,
     WIDE,
 )
+from cutlass_py_attn.plan.decode_smem import team_warps
+from cutlass_py_attn.plan.sm90_e4m3 import TILE_N as E4M3_TILE_N
+from cutlass_py_attn.plan.sm90_e4m3_cache import MOST_VECTORS, rows_at_once, vectors_of_tile
+from cutlass_py_attn.plan.sm90_e4m3_cache import REGISTERS as E4M3_CACHE_REGISTERS
+from cutlass_py_attn.plan.sm90_smem import (
+    CONSUMER_WARPGROUPS,
+    DQ_WARPGROUPS,
+    E4M3_REGISTERS,
+    FORWARD_REGISTERS,
+    LOAD_WARPGROUPS,
+    WARPGROUP_ROWS,
+)
+from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
+from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 

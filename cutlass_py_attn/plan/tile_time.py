@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn import integers
-from cutlass_py_attn.plan import shared_tiles, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, ceil_div, inline, maximum, minimum
-from cutlass_py_attn.plan.names import NUM_KEYS, NUM_QUERIES, NUM_SPLITS_KEY, WORK_TILES
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import SPLIT_KV
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, ceil_div, inline, maximum, minimum
+from cutlass_py_attn.launch.names import NUM_KEYS, NUM_QUERIES, NUM_SPLITS_KEY, WORK_TILES
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import SPLIT_KV
+from cutlass_py_attn.plan import shared_tiles
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, Shape

@@ -13,11 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.variants import (
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     E4M3,
     E4M3_CACHE,
@@ -31,6 +28,9 @@ from cutlass_py_attn.plan.variants import (
     TWO_CTA,
     WIDE,
 )
+from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.plan.tile_options import with_options
+from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import FLOAT8, Shape
 from cutlass_py_attn.score_terms import registry

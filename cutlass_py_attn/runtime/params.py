@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.problem import quantization
 from cutlass_py_attn.problem.problem import Problem

@@ -17,7 +17,7 @@ import numpy as np
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import DriverError, NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.scalars import SCALARS, Scalar, flag_of, integer_of, number_of
 from cutlass_py_attn.problem.tensors import BMHK
 from cutlass_py_attn.runtime import driver, lifetimes

@@ -10,7 +10,7 @@ from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Window
 from cutlass_py_attn.problem.scalars import flag_of, integer_of, shown
 from cutlass_py_attn.torch_ops.layouts import pack_logsumexp

@@ -11,7 +11,7 @@ from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import CausalBottomRight, Full
 from cutlass_py_attn.problem.scalars import flag_of, shown
 

@@ -16,8 +16,8 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle import header
 from cutlass_py_attn.bundle.files import Bundle, export_bundle
 from cutlass_py_attn.bundle.manifest import Target, manifest
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem

@@ -22,8 +22,9 @@ from cutlass_py_attn.compilation import compiler as compiling
 from cutlass_py_attn.compilation import registry, report
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.errors import CompileError, NotSupported
-from cutlass_py_attn.plan import entry_parameters, entry_points
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.problem.problem import Problem
@@ -44,9 +45,9 @@ PROGRAM = """
 import hashlib, json
 from tests.support import toy_kernel
 from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.plan import entry_points
+from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.compilation import registry
-from cutlass_py_attn.plan.build import build_from
+from cutlass_py_attn.launch.build import build_from
 registry.trace = toy_kernel.trace
 build = build_from(json.loads({build!r}))
 made = {call}
@@ -203,7 +204,7 @@ def test_threads_of_every_entry() -> None:
     plan = plan_backward(problem, "sm_80")
     roles = list(entry_points.entries(plan.build))
     assert roles == ["delta", "main", "finish", "bias", "sinks"]
-    by_rows = {role: entry_points.entry_threads(plan.build, role) for role in roles}
+    by_rows = {role: entry_parameters.entry_threads(plan.build, role) for role in roles}
     assert by_rows == {role: 128 if role in ("delta", "sinks") else plan.build.threads for role in roles}
     assert [launch.block[0] for launch in plan.launches] == list(by_rows.values())
 
@@ -216,12 +217,14 @@ def test_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sources_cover_the_kernels() -> None:
     names = registry.source_modules()
-    assert {"problem/masks.py", "plan/abi.py", "plan/smem.py", "plan/entry_points.py", "plan/tile_order.py"} <= set(
-        names
-    )
-    assert {"plan/arch.py", "problem/tensors.py"} <= set(names)  # vector reductions, stmatrix, the logsumexp's padding
+    assert {
+        "problem/masks.py",
+        *(f"launch/{name}.py" for name in ("abi", "smem", "entry_points", "tile_order")),
+    } <= set(names)
+    # Vector reductions and stmatrix; the logsumexp's padding.
+    assert {"launch/arch.py", "problem/tensors.py"} <= set(names)
     assert {name.split("/")[0] for name in names if "/" in name} == {
-        *("kernels", "plan", "problem", "score_terms", "compilation")
+        *("kernels", "launch", "plan", "problem", "score_terms", "compilation")
     }
     unused = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("kernels/*/*.py")} - set(names)
     assert {name for name in unused if not name.endswith("__init__.py")} == {"kernels/component_gemms/planning.py"}
@@ -246,11 +249,12 @@ def test_sources_hold_all_that_kernels_import_when_they_run() -> None:
 
 def test_what_decides_a_build_is_no_source() -> None:
     """The digest of the Build is in the key beside the sources: an edited planner recompiles nothing."""
-    above = {"planner", "builder", "tiles", "tile_config", "tile_rules", "resources", "plan", "explain", "launch_rules"}
+    above = {"planner", "builder", "tiles", "tile_rules", "resources", "plan", "explain", "launch_rules"}
     above |= {"sm80", "sm90", "decode", "preconditions", "sm80_smem", "tile_time", "shared_tiles"}
-    above |= {"expressions", "split_kv", "grad_bias_mode", "grad_bias_launch", "kernel", "catalogue", "build_rules"}
+    above |= {"grad_bias_mode", "grad_bias_launch", "kernel", "catalogue", "build_rules"}
     above |= {"sm90_choice", "sm90_mla_kernel", "row_kernels", "entry_parameters"}
-    names = {*(f"plan/{name}.py" for name in above), "problem/spec.py", "problem/serialize.py", "problem/problem.py"}
+    names = {*(f"launch/{name}.py" for name in ("expressions", "names", "split_kv", "tile_config"))}
+    names |= {*(f"plan/{name}.py" for name in above), "problem/spec.py", "problem/serialize.py", "problem/problem.py"}
     names |= {"problem/validation.py"}
     assert not names & set(registry.source_modules())
 

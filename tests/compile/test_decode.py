@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.plan import decode, decode_smem, entry_points, planner, split_kv, tile_rules
-from cutlass_py_attn.plan.arch import ARCHITECTURES
+from cutlass_py_attn.launch import entry_points, split_kv
+from cutlass_py_attn.launch.arch import ARCHITECTURES
+from cutlass_py_attn.launch.smem import threads_of_row
+from cutlass_py_attn.launch.tile_order import tiles_of_split
+from cutlass_py_attn.plan import decode, decode_smem, planner, tile_rules
 from cutlass_py_attn.plan.plan import Plan, Workspace
-from cutlass_py_attn.plan.smem import threads_of_row
-from cutlass_py_attn.plan.tile_order import tiles_of_split
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor

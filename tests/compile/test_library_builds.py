@@ -20,8 +20,8 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle import interface, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.bundle.rules import AnyProblem
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import entry_parameters
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime.driver import device

@@ -13,7 +13,8 @@ import pytest
 
 from cutlass_py_attn.bundle import interface
 from cutlass_py_attn.bundle.files import Bundle
-from cutlass_py_attn.plan import abi, planner
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.overlap import Region, overlap
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Tensor

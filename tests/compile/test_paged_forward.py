@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_KV
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import TensorMap
 from cutlass_py_attn.plan.sm90_smem import tma_tiles
-from cutlass_py_attn.plan.variants import SPLIT_KV
 from tests.cases.paged_forward_cases import SINGLE, PagedCase
 from tests.support.machine_code import MachineCode
 

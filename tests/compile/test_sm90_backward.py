@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import entry_parameters, entry_points, grad_bias_smem, planner, sm90_choice, sm90_smem
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.smem import swizzle_bytes
+from cutlass_py_attn.plan import entry_parameters, grad_bias_smem, planner, sm90_choice, sm90_smem
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.plan.sm90_smem import first_cta_columns, grad_query_piece
-from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
@@ -409,7 +411,7 @@ def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     axes = 5 if build.has("varlen") else 4
     assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d\.shared::cta", main)) == loaded
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", main)) == stored
-    if grad_bias_smem.uses_wgmma(build):  # S and dP of a summed gradient of the bias
+    if uses_wgmma(build):  # S and dP of a summed gradient of the bias
         found = re.findall(WGMMA, bodies[roles["bias"]])
         assert found == [str(grad_bias_smem.WGMMA_TILE)] * ((build.columns + build.columns_value) // 16)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.launch.arch import architecture, targets
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes
+from cutlass_py_attn.launch.variants import HALVES, SPECULATIVE, STANDARD
 from cutlass_py_attn.plan import planner, sm90_choice, sm90_smem
 from cutlass_py_attn.plan import tiles as plan_table
-from cutlass_py_attn.plan.arch import architecture, targets
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan, TensorMap
-from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.plan.variants import HALVES, SPECULATIVE, STANDARD
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor

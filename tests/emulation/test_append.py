@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from tests.cases.serving_cases import AppendCase, append_case, latent_append_case
 from tests.support.block_emulator import EmulatedBlock
 from tests.support.gemm_emulator import compiled

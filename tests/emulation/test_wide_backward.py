@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi, planner, sm90_wide_backward
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import planner, sm90_wide_backward
 from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 from cutlass_py_attn.testing import guarded_check

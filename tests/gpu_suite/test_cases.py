@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import KEEPS_DS, STANDARD
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan_backward
-from cutlass_py_attn.plan.variants import KEEPS_DS, STANDARD
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import component_gemms, layouts

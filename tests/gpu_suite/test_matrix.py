@@ -21,8 +21,8 @@ import pytest
 from cutlass_py_attn.api import attention, cpu_backend
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options, VariableLength
+from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, Shape, Tensor
 from cutlass_py_attn.reference import numpy_reference

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plans_on
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.reference.numpy_reference import DTYPES

@@ -16,7 +16,7 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.kernels.component_gemms.planning import spec_of
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import Plan
 
 Array = np.ndarray[Any, Any]

@@ -12,9 +12,9 @@ from typing import Any
 from cutlass_py_attn.bundle import interface, row_numbers, row_rules
 from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, dtype_of, features_of
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan.merge import variant_of
-from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.merge import MergeProblem

@@ -10,11 +10,11 @@ from cutlass_py_attn.bundle.dispatch import facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.bundle.manifest import names_of
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.arch import architecture, runs_on
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_KV
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture, runs_on
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import SPLIT_KV
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime import binding
 from tests.support.bundle_hosts import ADDRESSES, STREAM, compared

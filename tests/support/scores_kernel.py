@@ -14,8 +14,8 @@ from cutlass_py_attn.kernels.component_gemms import matmul_qk
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 SYMBOL = "transposed_scores"
 HEAD = 1  # the query head whose scores these are

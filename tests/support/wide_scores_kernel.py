@@ -12,9 +12,9 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma
 from cutlass_py_attn.kernels.component_gemms import matmul_qk
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.wide_scores import WideScores
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.plan.sm90_wide_backward import Gradient
 
 SYMBOL = "wide_scores"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing.cases import Case
 from tests.cases import random_cases

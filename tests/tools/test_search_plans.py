@@ -13,10 +13,10 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.runtime import arrays, driver
 from tests.support import fakes

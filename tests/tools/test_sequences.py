@@ -11,7 +11,7 @@ import pytest
 
 from cutlass_py_attn.api import attention, call_cache
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.runtime import arrays, binding, driver, fill, frameworks, lifetimes, output_checks, params
 from tests.support import simulated_kernels
 from tests.support.fake_driver import FakeDriver

@@ -13,7 +13,7 @@ import pytest
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bench import cases, peers
 from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.spec import parse
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact

@@ -27,7 +27,7 @@ from typing import Any, Final
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import DriverError, Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import builds
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import guarded_check
@@ -190,7 +190,7 @@ FAULTS: Final = (
     ),
     Fault(
         "last key tile without a mask",
-        "cutlass_py_attn/plan/tile_order.py",
+        "cutlass_py_attn/launch/tile_order.py",
         "inside = band.num_keys // tile_n",
         "inside = ceil_div(band.num_keys, tile_n)",
         FORWARD_SM80_BIAS,

@@ -19,13 +19,13 @@ from typing import Final
 from cutlass_py_attn.compilation import compiler
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import BreaksPlan, CompileError
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_D, STANDARD
 from cutlass_py_attn.plan import sm80, sm90
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.plan.kernel import FusedKernel, Kernel
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD
 from cutlass_py_attn.problem.masks import FORMS
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import tiles as tile_tables
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from tools.release import record
 

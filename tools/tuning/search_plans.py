@@ -27,10 +27,10 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench import harness
 from cutlass_py_attn.bench.timing import SAMPLES
 from cutlass_py_attn.errors import AttentionError, CompileError, Stale
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tools.release import build_ptx, record

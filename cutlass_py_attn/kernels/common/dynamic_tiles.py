@@ -9,8 +9,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
-from cutlass_py_attn.plan.build import COLUMN_MULTIPLE, Build
-from cutlass_py_attn.plan.smem import row_elements
+from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Build
+from cutlass_py_attn.launch.smem import row_elements
 from cutlass_py_attn.plan.split_d import copy_groups
 
 TILE_ALIGNMENT_BYTES = 512  # tiles start at a multiple of it: the swizzle of narrow tiles repeats after 512 bytes

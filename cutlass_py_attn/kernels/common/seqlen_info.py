@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, round_up, smaller
 from cutlass_py_attn.kernels.common import paging, params
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 

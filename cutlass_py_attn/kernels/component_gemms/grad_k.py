@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.kernels.common.views import transposed
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 NAME = "grad_k"
 EQUATION = "dK += dS^T Q"

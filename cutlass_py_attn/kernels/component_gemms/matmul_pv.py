@@ -11,8 +11,8 @@ from typing import Any
 
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.component_gemms import grad_q
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 NAME = "output"
 EQUATION = "O += P V"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 NAME = "matmul_qk"
 EQUATION = "S = Q K^T"

@@ -10,14 +10,14 @@ from typing import Any
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.plan.arch import Architecture, architecture
-from cutlass_py_attn.plan.build import COLUMN_MULTIPLE, Buffer, Build, Warps
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, GemmSpec
+from cutlass_py_attn.launch.arch import Architecture, architecture
+from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Buffer, Build, Warps
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, GemmSpec
+from cutlass_py_attn.launch.smem import BARRIER_BYTES, TILE_ALIGNMENT, swizzle_bytes, tile_bytes
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
 from cutlass_py_attn.plan.sm80 import warp_grid
-from cutlass_py_attn.plan.smem import TILE_ALIGNMENT, swizzle_bytes, tile_bytes
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 
@@ -25,7 +25,6 @@ FAMILIES = {"sm80": ("float16", "bfloat16", "float32"), "sm90": ("float16", "bfl
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_HEAD_DIM = 256
 MAX_ACCUMULATORS = {"sm80": 128, "sm90": 200}  # registers per thread; wgmma keeps no operands in registers
-BARRIER_BYTES = 8
 
 # Widest first: one warpgroup for a narrow C, two for a wide C. The last tiles are for 99 KiB and for float32.
 _TILES = {

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.common import params
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 Params = params.struct_type("ComponentGemmParams", abi.COMPONENT_GEMM)
 

@@ -15,8 +15,8 @@ from cutlass_py_attn.kernels.common.mma_sync import MmaSync
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.component_gemms import standalone
 from cutlass_py_attn.kernels.component_gemms.standalone import Params
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 
 class StandaloneGemmSm80:

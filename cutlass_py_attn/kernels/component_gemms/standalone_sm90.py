@@ -18,9 +18,9 @@ from cutlass_py_attn.kernels.common.tma import SWIZZLES
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import standalone
 from cutlass_py_attn.kernels.component_gemms.standalone import Params
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.smem import swizzle_bytes
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes
 
 
 class StandaloneGemmSm90:

@@ -23,9 +23,9 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import e4m3, params
 from cutlass_py_attn.kernels.common.e4m3 import MAX_E4M3
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import E4M3, E4M3_TILE, STANDARD
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import E4M3, E4M3_TILE, STANDARD
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 

@@ -28,9 +28,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import params, seqlen_info
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import SUM, SUM_LAST
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SUM, SUM_LAST
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)

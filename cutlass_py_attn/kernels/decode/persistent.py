@@ -40,11 +40,11 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
 )
 from cutlass_py_attn.kernels.decode.e4m3_cache import E4m3Cache
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS, ROW_THREADS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import COMBINE_WARPS, ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.sinks import SINKS
 

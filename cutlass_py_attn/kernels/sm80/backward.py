@@ -25,8 +25,8 @@ from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork
 from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.backward_scores import BackwardScores, ScoreTile
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import OPERANDS
 
 

@@ -8,8 +8,8 @@
     bias        grad_bias summed over axes of the bias                 the main kernel does not write it
     sinks       the gradient of the sinks                              it is wanted
 
-The plan launches delta before main; this module only compiles them, in the order in which plan/entry_points.py numbers
-the entries.
+The plan launches delta before main; this module only compiles them, in the order in which launch/entry_points.py
+numbers the entries.
 """
 
 from typing import Any, Protocol
@@ -21,9 +21,9 @@ from cutlass_py_attn.kernels.common import dependent_launch, params
 from cutlass_py_attn.kernels.sm80.backward_preprocess import BackwardPreprocess
 from cutlass_py_attn.kernels.sm80.grad_bias import GradBias
 from cutlass_py_attn.kernels.sm80.grad_sinks import GradSinks
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import ROW_THREADS, entries
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS, entries
 
 
 class MainKernel(Protocol):

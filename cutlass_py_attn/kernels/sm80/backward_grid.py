@@ -11,8 +11,8 @@ from cutlass import Int32
 
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import params, seqlen_info
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from cutlass_py_attn.kernels.common.dynamic_tiles import column_slice
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.component_gemms import grad_q
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 
 class BackwardPostprocess:

@@ -13,7 +13,7 @@ from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of
 from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork, QueryTileRange
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Band
 
 

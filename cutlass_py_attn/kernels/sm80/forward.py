@@ -26,8 +26,8 @@ from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm80 import e4m3_tiles
 from cutlass_py_attn.kernels.sm80.score_inputs import ScoreInputs
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_sou
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.component_gemms import doivj, matmul_qk
 from cutlass_py_attn.kernels.sm80.backward_grid import Rows
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.variants import KEEPS_DS
 from cutlass_py_attn.plan.grad_bias_smem import CHUNK_STAGES, grad_bias_build, grad_bias_chunk
 from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
-from cutlass_py_attn.plan.variants import KEEPS_DS
 
 FEW_ACCUMULATORS = 64  # registers a thread; with more, ptxas would spill some to let two blocks share an SM
 

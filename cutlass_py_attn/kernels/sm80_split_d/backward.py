@@ -38,9 +38,9 @@ from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork
 from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.backward_scores import BackwardScores, ScoreTile
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.smem import tile_bytes
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import tile_bytes
 from cutlass_py_attn.plan.split_d import (
     HeadSide,
     backward_split,

@@ -94,11 +94,11 @@ from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores, WeightOperands
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order, starts_from_logsumexp
-from cutlass_py_attn.plan.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 SCHEDULERS = {PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}  # of variants with work tiles of their own

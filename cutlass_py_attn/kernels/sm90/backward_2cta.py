@@ -57,11 +57,11 @@ from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.stacked_wgmma import StackedOperand, StackedWgmma
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.smem import swizzle_bytes, tile_bytes
+from cutlass_py_attn.launch.variants import CLUSTER
 from cutlass_py_attn.plan.sm90_smem import first_cta_columns
-from cutlass_py_attn.plan.smem import swizzle_bytes, tile_bytes
-from cutlass_py_attn.plan.variants import CLUSTER
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 WORDS = 4  # 32-bit words of one vector of P that a thread stores

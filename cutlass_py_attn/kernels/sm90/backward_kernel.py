@@ -26,8 +26,8 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_smem import (
     ADDING_WARPS,
     DQ_WARPGROUPS,

@@ -23,7 +23,8 @@ from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.sm90.value_transpose import SwizzledTile
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes
 from cutlass_py_attn.plan.sm90_e4m3_cache import (
     VECTOR_BYTES,
     VECTOR_CODES,
@@ -31,7 +32,6 @@ from cutlass_py_attn.plan.sm90_e4m3_cache import (
     threads_of_row,
     vectors_of_row,
 )
-from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES
 from cutlass_py_attn.score_terms import registry
 

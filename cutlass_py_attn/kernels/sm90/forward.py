@@ -57,12 +57,12 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import (
     TileScheduler,
     WorkTile,
 )
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import ROW_THREADS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.variants import BITS, HALVES, MULTICAST, SPECULATIVE, SPLIT_KV
 from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import BITS, HALVES, MULTICAST, SPECULATIVE, SPLIT_KV
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere

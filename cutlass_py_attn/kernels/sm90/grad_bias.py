@@ -35,12 +35,12 @@ from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_sou
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import doivj, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.variants import KEEPS_DS
 from cutlass_py_attn.plan.grad_bias_smem import WGMMA_REGISTERS, grad_bias_build
 from cutlass_py_attn.plan.sm90_smem import num_stages, starts_from_logsumexp, tma_tiles
-from cutlass_py_attn.plan.variants import KEEPS_DS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 VECTOR = 4  # float32 that a thread stores at once

@@ -28,10 +28,10 @@ from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, Piece, SumStaging
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS
+from cutlass_py_attn.launch.smem import BARRIER_BYTES
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 

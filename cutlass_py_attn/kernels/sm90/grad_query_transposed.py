@@ -23,8 +23,8 @@ from cutlass_py_attn.kernels.component_gemms import grad_q
 from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, warpgroup_gemm
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 
 class TransposedGradQueryGemm(GradQueryGemm):

@@ -11,7 +11,7 @@ from cutlass import Int32
 
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, smem_column_slice
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 MAX_COLUMNS, PART_COLUMNS = 192, 128  # of one wgmma with A in registers, and of the parts of a wider GEMM
 

@@ -41,12 +41,13 @@ from cutlass_py_attn.kernels.sm90.cluster import Cluster
 from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.plan import abi, sm90_wide, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
+from cutlass_py_attn.launch.variants import CLUSTER
+from cutlass_py_attn.plan import sm90_wide
 from cutlass_py_attn.plan.sm90_smem import registers, tma_tiles
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
-from cutlass_py_attn.plan.variants import CLUSTER
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.wide_scores import Statistics, WideScores
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.plan import sm90_wide_backward
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.plan.sm90_smem import tma_tiles
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, RESIDENT, Gradient

@@ -50,10 +50,10 @@ from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
 from cutlass_py_attn.kernels.sm90.named_barriers import MlaDecodeBarrier
 from cutlass_py_attn.kernels.sm90_mla.latent_codes import LatentCodes
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing, LatentTile
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import ROW_THREADS
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.plan.sm90_mla import (
     CHUNKS,
     HALVES,

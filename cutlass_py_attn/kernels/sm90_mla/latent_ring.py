@@ -21,8 +21,8 @@ from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads, box_coordinates
 from cutlass_py_attn.kernels.sm90.pipelines import first_barrier
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.plan.sm90_mla import (
     CHUNKS,
     HALVES,

@@ -12,7 +12,7 @@ from cutlass_py_attn.api import attention
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NoDevice, NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray

@@ -17,7 +17,7 @@ from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver, fill

@@ -15,7 +15,7 @@ from cutlass_py_attn.api.attention import attention_forward, mla_attention_forwa
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.serving import append_to_cache, merge_states
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.reference.quantization import dequantise_latent
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import InterfaceArray, aligned, artifact, decode

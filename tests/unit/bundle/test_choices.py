@@ -8,13 +8,14 @@ import pytest
 
 from cutlass_py_attn.bundle.dispatch import ALWAYS, NEVER, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import names_of
-from cutlass_py_attn.plan import backward_choice, planner, resources, sm90, tile_order
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan import backward_choice, planner, resources, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.preconditions import conditions
 from cutlass_py_attn.plan.tiles import sm90_tiles
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
@@ -52,7 +53,7 @@ def chosen(problem: Problem, builds: dict[Build, int], num_sms: int) -> int | No
 def planned(problem: Problem, builds: dict[Build, int], num_sms: int) -> int | None:
     """The place of the planner's first kernel."""
     tiles = sm90_tiles(problem)
-    places = (tiles.index(tile) for tile in sm90.applicable(problem, tiles, num_sms))
+    places = (tiles.index(tile) for tile in sm90_choice.applicable(problem, tiles, num_sms))
     return next((place for place in places if place in builds.values()), None)
 
 

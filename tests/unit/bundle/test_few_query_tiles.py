@@ -9,13 +9,13 @@ import pytest
 
 from cutlass_py_attn import export_bundle, export_library
 from cutlass_py_attn.bundle.dispatch import NEVER, order_key, preferred_when
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import MULTICAST, SPLIT_KV, STANDARD
 from cutlass_py_attn.plan import launch_rules, planner, sm90_choice
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.expressions import Expr
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.plan.tiles import sm90_tiles
-from cutlass_py_attn.plan.variants import MULTICAST, SPLIT_KV, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from tests.support import fakes

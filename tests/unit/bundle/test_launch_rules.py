@@ -15,8 +15,9 @@ from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.bundle.numbers import inputs
 from cutlass_py_attn.bundle.rules import tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import decode, entry_points, launch_rules, planner
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.plan import decode, entry_parameters, launch_rules, planner
 from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.preconditions import conditions, limits, mapped
@@ -86,7 +87,9 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
 
     grids_of = launch_rules.grids_of(exported, build)
     has_maps = any(launch.tensor_maps for launch in plan.launches)
-    with_maps = [role for role in entry_points.entries(build) if has_maps and entry_points.has_tensor_maps(build, role)]
+    with_maps = [
+        role for role in entry_points.entries(build) if has_maps and entry_parameters.has_tensor_maps(build, role)
+    ]
     maps = [launch_rules.tensor_map(exported, it) for _ in with_maps for it in kernel_of(build).tensor_maps(build)]
     return {
         "sizes": {name: names[name] for name in ("num_splits_key", "total_tiles") if name in names},

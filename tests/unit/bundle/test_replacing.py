@@ -18,7 +18,7 @@ from cutlass_py_attn.bundle import replacing
 from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.bundle.reading import MANIFEST
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tests.support import fakes
 from tests.support.bundles import CASE, export, problem_of, snapshot

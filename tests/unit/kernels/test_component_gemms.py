@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS, doivj, matmul_qk
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 from cutlass_py_attn.plan.planner import builds
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem

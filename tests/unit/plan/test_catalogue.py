@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import sm80, sm90, tiles
 from cutlass_py_attn.plan.catalogue import FAMILIES, KERNELS, kernel_of
 from cutlass_py_attn.plan.kernel import FusedKernel, Kernel
 from cutlass_py_attn.plan.planner import plan_forward, plans_on
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.score_terms import registry

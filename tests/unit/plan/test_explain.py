@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.launch.build import Buffer
 from cutlass_py_attn.plan import explain
-from cutlass_py_attn.plan.build import Buffer
 from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward

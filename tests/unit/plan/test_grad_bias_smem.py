@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from cutlass_py_attn.plan import entry_parameters, entry_points, grad_bias_smem
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.plan import entry_parameters, grad_bias_smem
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.sm90_smem import num_stages, tma_tiles
@@ -65,7 +67,7 @@ def planned(name: str) -> Plan:
 def test_sm90_backwards_have_a_kernel_of_their_own_for_sums(name: str, has_wgmma: bool) -> None:
     found = planned(name)
     assert found.build.family == "sm90"
-    assert grad_bias_smem.uses_wgmma(found.build) is has_wgmma
+    assert uses_wgmma(found.build) is has_wgmma
     own = grad_bias_smem.grad_bias_build(found.build)
     launch = next(each for each in found.launches if each.symbol == entry_points.entries(found.build)["bias"])
     assert launch.block == (own.threads, 1, 1)

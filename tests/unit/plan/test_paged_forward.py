@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cutlass_py_attn.plan import abi, entry_parameters, planner, sm90_choice, sm90_smem
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import entry_parameters, planner, sm90_choice, sm90_smem
 from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.plan import resources, split_d
-from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.catalogue import FAMILIES, fused_kernel_of
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse

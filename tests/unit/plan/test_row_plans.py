@@ -9,9 +9,10 @@ import pytest
 from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import abi, resources
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.launch_rules import grid
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan

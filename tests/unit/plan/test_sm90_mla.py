@@ -12,21 +12,13 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import (
-    abi,
-    entry_points,
-    launch_rules,
-    planner,
-    preconditions,
-    resources,
-    sm90_choice,
-    sm90_smem,
-)
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.plan import launch_rules, planner, preconditions, resources, sm90_choice, sm90_smem
 from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90_mla import CHUNKS, HALVES, P_STRIP, SLOTS, STRIPS, VALUE_CHUNKS, VALUE_STRIPS
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor

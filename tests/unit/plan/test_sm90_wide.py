@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner, resources, sm90_choice, sm90_wide
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import launch_rules, planner, shared_tiles
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse

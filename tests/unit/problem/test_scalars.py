@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan.planner import plan_backward, plan_with_tile
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import (

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported, Stale
-from cutlass_py_attn.plan import abi, planner
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight

@@ -13,7 +13,7 @@ from cutlass_py_attn import attention_backward, attention_forward, score_terms
 from cutlass_py_attn.bundle import numbers
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask

@@ -1,4 +1,4 @@
-"""Tests of plan/tile_config.py: the text form of a tile, and the tile of a Build."""
+"""Tests of launch/tile_config.py: the text form of a tile, and the tile of a Build."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan.planner import plan, plan_with_tile
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape

@@ -1,10 +1,10 @@
-"""Tests of plan/expressions.py: the value and the text of an expression, and what texts are expressions."""
+"""Tests of launch/expressions.py: the value and the text of an expression, and what texts are expressions."""
 
 from __future__ import annotations
 
 import pytest
 
-from cutlass_py_attn.plan.expressions import (
+from cutlass_py_attn.launch.expressions import (
     Expr,
     Name,
     Number,
@@ -18,7 +18,7 @@ from cutlass_py_attn.plan.expressions import (
     step,
     times,
 )
-from cutlass_py_attn.plan.names import BATCH, NUM_HEADS, NUM_KEYS
+from cutlass_py_attn.launch.names import BATCH, NUM_HEADS, NUM_KEYS
 
 VALUES = {"num_keys": 300, "batch": 2, "num_heads": 5, "scale": 0.5}
 SCALE = Name("scale")

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_py_attn.plan import entry_points, planner
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 
 PER_HEAD, QUERY_HEADS, TWO_CTA = "64x128x16:3,2+per_head", "64x128x16:3,2+query_heads", "64x64x16:2,2+2cta"

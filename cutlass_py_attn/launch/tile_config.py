@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import OPTIONS, STANDARD
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import OPTIONS, STANDARD
 from cutlass_py_attn.problem.scalars import python_value, shown
 
 _TEXT: Final = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cutlass_py_attn.plan.build import Warps
+from cutlass_py_attn.launch.build import Warps
 
 MMA_ROWS = 16
 MMA_COLUMNS = {2: 16, 4: 8}  # columns that one warp computes at once, by bytes per element

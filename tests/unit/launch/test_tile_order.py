@@ -1,4 +1,4 @@
-"""Tests of plan/tile_order.py: the tiles that are visited, against the mask written out as an array."""
+"""Tests of launch/tile_order.py: the tiles that are visited, against the mask written out as an array."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.plan import planner, sm90_smem, tile_order
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.plan import planner, sm90_smem
 from cutlass_py_attn.problem.masks import Band, Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.validation import MAX_LENGTH

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from cutlass_py_attn.plan.chunk_shares import Shares, shares, slot_of_team
+from cutlass_py_attn.launch.chunk_shares import Shares, shares, slot_of_team
 
 SIZES = [*itertools.product((1, 2, 3, 7, 8, 63, 64, 65, 1000, 4001), (1, 2, 3, 8, 264), (1, 2, 4))]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
-from cutlass_py_attn.plan.variants import (
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.variants import (
     E4M3,
     E4M3_TILE,
     LAST,
@@ -33,7 +33,7 @@ from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
 
 if TYPE_CHECKING:
-    from cutlass_py_attn.plan.build import Build
+    from cutlass_py_attn.launch.build import Build
 
 Fields = tuple[tuple[str, str], ...]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.variants import CLUSTER, CLUSTERED, E4M3_CACHE, MLA, PERSISTENT, SHARED_END, SPLIT_KV, WIDE
+from cutlass_py_attn.launch.variants import CLUSTER, CLUSTERED, E4M3_CACHE, MLA, PERSISTENT, SHARED_END, SPLIT_KV, WIDE
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 

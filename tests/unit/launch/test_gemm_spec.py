@@ -1,4 +1,4 @@
-"""Tests of plan/gemm_spec.py: instruction counts and refused shapes of a product."""
+"""Tests of launch/gemm_spec.py: instruction counts and refused shapes of a product."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 
 def spec(m: int, n: int, k: int, **changes: Any) -> GemmSpec:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
-from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import F32_ROW_PADDING, Buffer, Build
+from cutlass_py_attn.integers import ceil_div, round_up
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, F32_ROW_PADDING, Buffer, Build
 from cutlass_py_attn.problem.tensors import OPERAND_BYTES
 
 Option = TypeVar("Option")
@@ -16,6 +16,7 @@ SWIZZLES = (128, 64, 32)
 COPIED_BYTES = (128, 64, 32)  # of a row of a tile that neighbouring threads copy together; 32 of e4m3 codes alone
 TILE_ALIGNMENT = 1024  # the 128-byte swizzle repeats every 1024 bytes
 BUFFER_ALIGNMENT = 128
+BARRIER_BYTES = 8
 
 
 def swizzle_bytes(columns: int, item_bytes: int = 2) -> int:
@@ -43,6 +44,12 @@ def threads_of_row(row_bytes: int, vector_bytes: int) -> int:
 def rows_copied_at_once(threads: int, row_bytes: int, vector_bytes: int) -> int:
     """Returns the rows of a tile that the threads copy at once; the rows of a tile are a multiple of them."""
     return threads // threads_of_row(row_bytes, vector_bytes)
+
+
+def even_chunk(columns: int, widest: int) -> int:
+    """Returns the columns of one chunk if as few chunks as possible cover `columns`, none wider than `widest`."""
+    count = ceil_div(columns, max(widest, COLUMN_MULTIPLE))
+    return round_up(ceil_div(columns, count), COLUMN_MULTIPLE)
 
 
 def first_that_fits(build: Build, options: Iterable[tuple[Option, tuple[Buffer, ...]]]) -> Option:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build, uses_wgmma
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 _SUFFIXES: Final = {
@@ -85,17 +84,3 @@ def delta_clears_sums(build: Build) -> bool:
 def entry_symbols(build: Build) -> tuple[str, ...]:
     """Returns the entries of the build's cubin, in the order of the plan's launches."""
     return tuple(entries(build).values())
-
-
-def entry_threads(build: Build, role: str) -> int:
-    """Returns the threads of a block of the entry with this role."""
-    if role in ("delta", "sinks", "combine"):
-        return ROW_THREADS
-    if role in ("finish", "finish_kv") and build.family == "sm90":
-        return ROW_THREADS  # as many as the warpgroup that computed the sum
-    return (grad_bias_build(build) if role == "bias" else build).threads
-
-
-def has_tensor_maps(build: Build, role: str) -> bool:
-    """Returns whether the entry with this role has the tensor maps of `tensor_maps`, if the build has any."""
-    return role == "main" or (role == "bias" and uses_wgmma(build))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cutlass_py_attn.plan.expressions import Name
+from cutlass_py_attn.launch.expressions import Name
 
 # Sizes of a problem: num_keys and num_queries of the longest sequence, tokens_q and tokens_k of all together.
 BATCH: Final = Name("batch")

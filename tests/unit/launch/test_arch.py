@@ -1,8 +1,8 @@
-"""Tests of plan/arch.py: what targets can do."""
+"""Tests of launch/arch.py: what targets can do."""
 
 from __future__ import annotations
 
-from cutlass_py_attn.plan.arch import ARCHITECTURES
+from cutlass_py_attn.launch.arch import ARCHITECTURES
 
 
 def test_vectors_are_added_from_compute_capability_9_0_on() -> None:

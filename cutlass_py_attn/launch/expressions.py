@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn import integers
-from cutlass_py_attn.plan import split_kv
+from cutlass_py_attn.launch import split_kv
 
 Values = Mapping[str, float]
 
