@@ -16,16 +16,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import ROW_KINDS, Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Number, minimum
 from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import DS_REGISTERS, KEY_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV
-from cutlass_py_attn.plan import backward_choice, decode, resources, sm90_choice, tile_time
+from cutlass_py_attn.plan import backward_choice, resources, sm90_choice, tile_time
 from cutlass_py_attn.plan.backward_choice import BackwardKind
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.catalogue import FAMILIES, kernel_of
+from cutlass_py_attn.plan.families import FAMILIES
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
 from cutlass_py_attn.plan.tiles import decode_tiles, sm90_tiles
 from cutlass_py_attn.problem import spec

@@ -29,11 +29,11 @@ from cutlass_py_attn.bundle.rules import (
     to_json,
 )
 from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.kernels.decode.layout import combine_bytes
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import Expr, Number
 from cutlass_py_attn.plan import entry_parameters, launch_rules, planner
-from cutlass_py_attn.plan.decode_smem import combine_bytes
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.plan.preconditions import Condition, mapped
 from cutlass_py_attn.problem.problem import Problem

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.bundle import numbers, row_numbers, row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
+from cutlass_py_attn.kernels.common.layout import RAGGED_STRIDE_BYTES, most_box_rows
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
@@ -20,7 +21,6 @@ from cutlass_py_attn.plan.launch_rules import MAX_INT32, BufferRule
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
-from cutlass_py_attn.plan.sm90_smem import RAGGED_STRIDE_BYTES, most_box_rows
 from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem

@@ -15,8 +15,7 @@ from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import SPLIT_KV, STANDARD
 from cutlass_py_attn.plan import planner, resources, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.catalogue import FAMILIES
-from cutlass_py_attn.plan.kernel import Family
+from cutlass_py_attn.plan.families import FAMILIES, Family
 from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.plan.tiles import sm90_tiles
 from cutlass_py_attn.problem.problem import Problem

@@ -11,16 +11,16 @@ from cutlass_py_attn.cli.selection import DTYPES
 from cutlass_py_attn.cli.target import plans_for
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.catalogue import KERNELS
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
+from cutlass_py_attn.kernels.decode.kernel import MIN_KEYS
+from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
 from cutlass_py_attn.launch.abi import FLOAT32_OUTPUTS
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import SCALES_OF
-from cutlass_py_attn.plan.catalogue import KERNELS
-from cutlass_py_attn.plan.decode import MIN_KEYS
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
 from cutlass_py_attn.plan.tile_time import LONG_LENGTH

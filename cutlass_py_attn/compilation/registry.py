@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan.catalogue import KERNELS, kernel_of
 
 Trace = tuple[Callable[..., Any], tuple[object, ...]]
 

@@ -11,6 +11,7 @@ MMA_COLUMNS = {2: 16, 4: 8}  # columns that one warp computes at once, by bytes 
 WARP_THREADS = 32
 WARPGROUP_THREADS = 128
 WARPGROUP_WARPS = WARPGROUP_THREADS // WARP_THREADS
+WARPGROUP_ROWS = 64  # of the result of one wgmma
 
 
 @dataclass(frozen=True, slots=True)

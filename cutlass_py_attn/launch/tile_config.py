@@ -97,7 +97,7 @@ class TileConfig:
 
 
 def tile_objections(tile: object) -> list[str]:
-    """Returns why this is no tile of integers; `tile_rules` says which integers a kernel can have."""
+    """Returns why this is no tile of integers; `build_rules` says which integers a kernel can have."""
     if not isinstance(tile, TileConfig):
         return [f"tile = {shown(tile)}: must be a TileConfig; create one with TileConfig.parse"]
     found = [

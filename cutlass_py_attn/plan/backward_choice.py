@@ -10,14 +10,14 @@ import functools
 from dataclasses import dataclass
 from typing import Final
 
+from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, ceil_div, maximum, minimum
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOKENS_K
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import KEY_REGISTERS, PER_HEAD, QUERY_HEADS, STANDARD
 from cutlass_py_attn.plan import shared_tiles
-from cutlass_py_attn.plan.sm90_smem import WARPGROUP_ROWS
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.kernels.catalogue import KERNELS
 from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import OPTIONS
-from cutlass_py_attn.plan.catalogue import KERNELS
 from cutlass_py_attn.problem import masks, typed_json
 from cutlass_py_attn.problem.tensors import OPERAND_BYTES, OPERANDS
 from cutlass_py_attn.score_terms import registry

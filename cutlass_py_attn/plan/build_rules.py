@@ -1,8 +1,8 @@
 """Build rules: which tile, warps, stages and variant a kernel body can be built with.
 
 `objections` reads the fields of a Build that come from a TileConfig and from the Problem. It needs neither the warps of
-each product nor the shared-memory map, so the planner asks it before it computes those. tile_rules.py has the rules of
-each body; resources.py adds what the target limits: shared memory, registers and threads.
+each product nor the shared-memory map, so the planner asks it before it computes those. The `kernel.py` of a body has
+its own rules; resources.py adds what the target limits: shared memory, registers and threads.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
+from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel, listed, refuse
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_D
 from cutlass_py_attn.plan import tile_options
-from cutlass_py_attn.plan.catalogue import KERNELS, kernel_of
-from cutlass_py_attn.plan.kernel import FusedKernel, Kernel
-from cutlass_py_attn.plan.tile_rules import listed, refuse
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import build_rules
-from cutlass_py_attn.plan.catalogue import fused_kernel_of
-from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
-from cutlass_py_attn.plan.split_d import even_head_dim_split
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, Tensor
 
@@ -80,10 +79,6 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
 def _finished(build: Build) -> tuple[Build, list[str]]:
     """Returns the Build with warps of each product and a shared-memory map, or why no kernel body can be built so."""
     objections = build_rules.objections(build)
-    if build.head_dim_split and not objections:
-        widest = build.head_dim_value if build.kind == "forward" else max(build.head_dim, build.head_dim_value)
-        build = replace(build, head_dim_split=even_head_dim_split(build.head_dim_split, widest))
-        objections = build_rules.objections(build)
     if objections:
         return build, objections
     kernel = fused_kernel_of(build)

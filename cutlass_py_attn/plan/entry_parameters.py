@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import grad_bias_build
+from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.grad_bias import uses_wgmma
-from cutlass_py_attn.plan.catalogue import kernel_of
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
 
 
 def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
     """Returns (name, bytes) of each parameter of the entry with this role: its tensor maps before the struct."""
-    maps = kernel_of(build).tensor_maps(build) if has_tensor_maps(build, role) else ()
+    maps = kernel_of(build).tensor_maps(build) if has_tensor_maps(build, role) else {}
     struct = abi.numpy_struct(abi.fields_of(build))
     return (*((f"map_{field}", abi.TENSOR_MAP_BYTES) for field in maps), ("params", struct.itemsize))
 

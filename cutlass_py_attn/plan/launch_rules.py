@@ -20,6 +20,13 @@ from typing import Final
 
 from cutlass_py_attn import integers
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_grid, num_splits, parts_bytes
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns, dq_pieces
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of, kernel_of
+from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, Number, ceil_div, maximum, minimum, step, times
@@ -39,11 +46,7 @@ from cutlass_py_attn.launch.names import (
     TOTAL_TILES,
 )
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
-from cutlass_py_attn.plan import decode, shared_tiles, sm90
-from cutlass_py_attn.plan.catalogue import fused_kernel_of, kernel_of
-from cutlass_py_attn.plan.grad_bias_launch import grad_bias_grid, num_splits, parts_bytes
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
-from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
+from cutlass_py_attn.plan import shared_tiles
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, CACHED, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
 from cutlass_py_attn.problem.validation import MAX_LENGTH

@@ -10,21 +10,22 @@ from typing import Final
 
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import grad_bias_build
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns
+from cutlass_py_attn.kernels.catalogue import KERNELS, fused_kernel_of, kernel_of
+from cutlass_py_attn.kernels.common.layout import most_box_rows
+from cutlass_py_attn.kernels.decode.layout import combine_bytes
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.smem import tile_bytes
+from cutlass_py_attn.launch.smem import swizzle_bytes, tile_bytes
 from cutlass_py_attn.launch.tile_config import TileConfig, tile_objections
 from cutlass_py_attn.launch.variants import STANDARD
-from cutlass_py_attn.plan import entry_parameters, launch_rules, resources, sm90
+from cutlass_py_attn.plan import entry_parameters, launch_rules, resources
 from cutlass_py_attn.plan.builder import build_for, builds_for
-from cutlass_py_attn.plan.catalogue import FAMILIES, KERNELS, fused_kernel_of, kernel_of
-from cutlass_py_attn.plan.decode_smem import combine_bytes
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
-from cutlass_py_attn.plan.kernel import Family
+from cutlass_py_attn.plan.families import FAMILIES, Family
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
 from cutlass_py_attn.plan.sm90_choice import LEAST_PAGE_SIZE
-from cutlass_py_attn.plan.split_d import dq_piece_columns
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of, shown
@@ -334,7 +335,7 @@ def _pieces(launch: Launch) -> Iterator[Launch]:
 
 def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[TensorMap]:
     """Yields the tensor maps of what TMA loads and stores, in the order of the kernel's parameters."""
-    for name in kernel_of(build).tensor_maps(build):
+    for name, tile in kernel_of(build).tensor_maps(build).items():
         field = entry_points.mapped_field(name)
         outer = launch_rules.batch_axis(problem, field)
         axes = ("batch", "head", "row") if field in BIASES else (outer, "row", "head")
@@ -344,8 +345,22 @@ def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> I
         sizes, strides = (
             tuple(rule.evaluate(names) for rule in side) for side in launch_rules.tensor_map(problem, name)
         )
-        box, swizzle_bytes = sm90.tensor_map_box(build, name, len(sizes), values.get("page_size"))
-        yield TensorMap(field, sizes, strides, box, swizzle_bytes)
+        box, swizzle = _box(build, field, tile, len(sizes), values.get("page_size"))
+        yield TensorMap(field, sizes, strides, box, swizzle)
+
+
+def _box(
+    build: Build, field: str, tile: tuple[int, int], rank: int, page_size: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Returns (box, swizzle width in bytes) of a tensor map of so many axes: a box is one strip of a tile.
+
+    page_size: rows of a page, which ends the boxes of key and value; None for no pages
+    """
+    rows, columns = tile
+    if page_size is not None and field in ("key", "value"):
+        rows = min(page_size, most_box_rows(build))
+    swizzle = swizzle_bytes(columns, build.item_bytes)
+    return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle
 
 
 def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
@@ -368,4 +383,5 @@ def _reason(problem: Problem, build: Build, values: Mapping[str, int], rejection
     if build.family not in rejections:
         faster = itertools.takewhile(lambda name: name != build.family, FAMILIES)
         rejections[build.family] = "".join(FAMILIES[name].rejection(problem) for name in reversed([*faster]))
-    return fused_kernel_of(build).reason(problem, build, values) + rejections[build.family]
+    tile = FAMILIES[build.family].preference(problem, build, values["num_sms"])
+    return fused_kernel_of(build).reason(problem, build, values) + tile + rejections[build.family]

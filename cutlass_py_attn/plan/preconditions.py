@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
+from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.decode import layout as decode_smem
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
@@ -28,7 +32,7 @@ from cutlass_py_attn.launch.names import (
     TOKENS_Q,
 )
 from cutlass_py_attn.launch.variants import PER_HEAD, PERSISTENT
-from cutlass_py_attn.plan import backward_choice, decode, decode_smem, entry_parameters, sm90_choice
+from cutlass_py_attn.plan import backward_choice, entry_parameters, sm90_choice
 from cutlass_py_attn.plan.launch_rules import (
     BIAS_SIZES,
     MAX_GRID_YZ,
@@ -41,7 +45,6 @@ from cutlass_py_attn.plan.launch_rules import (
     total_tiles,
     workspace,
 )
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, starts_from_logsumexp
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cutlass_py_attn.errors import DoesNotFit
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.kernel import FusedKernel
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import MMA_COLUMNS, MMA_ROWS
 from cutlass_py_attn.plan import build_rules
-from cutlass_py_attn.plan.catalogue import kernel_of
-from cutlass_py_attn.plan.kernel import FusedKernel
 
 
 def objections(build: Build, limits: Architecture) -> list[str]:

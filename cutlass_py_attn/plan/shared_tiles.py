@@ -12,6 +12,7 @@ import functools
 from typing import Final
 
 from cutlass_py_attn import integers
+from cutlass_py_attn.kernels.backward_parts.layout import shared_tile_layout
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import COMBINE_WARPS
 from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, ceil_div, inline, maximum, minimum, times
@@ -28,7 +29,6 @@ from cutlass_py_attn.launch.names import (
     WORK_TILES,
 )
 from cutlass_py_attn.launch.variants import SPLIT_KV
-from cutlass_py_attn.plan.sm90_smem import shared_tile_layout
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 # Of the forward, in key tiles: the least of a part, and the time that a part takes besides.

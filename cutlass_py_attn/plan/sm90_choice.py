@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
+from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla_kernel
+from cutlass_py_attn.kernels.sm90_mla.layout import ROPE_COLUMNS
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
@@ -15,14 +22,9 @@ from cutlass_py_attn.launch.variants import (
     SPLIT_KV,
     STANDARD,
 )
-from cutlass_py_attn.plan import backward_choice, sm90, sm90_mla_kernel, tile_time
-from cutlass_py_attn.plan.grad_bias_mode import has_wgmma, unsupported_sm90
-from cutlass_py_attn.plan.kernel import Family
-from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES, WARPGROUP_ROWS
+from cutlass_py_attn.plan import backward_choice, tile_time
 from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.plan.tiles import is_mla, sm90_tiles, splits_score_rows
+from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (
@@ -159,7 +161,7 @@ class _Choice:
 
 
 def objections(problem: Problem, tile: TileConfig) -> list[str]:
-    """Returns why the tile's variant would compute this problem wrongly; tile_rules.py has the other rules."""
+    """Returns why the tile's variant would compute this problem wrongly; its `kernel.py` has the other rules."""
     choice = _CHOICES.get((problem.direction, tile.variant))
     found = choice.objection(problem, tile) if choice else ""
     return [f"variant = {tile.variant!r}: {found}; use the standard variant"] if found else []
@@ -293,20 +295,7 @@ _CHOICES: Final[dict[tuple[str, str], _Choice]] = {
 }
 
 
-def _tiles(problem: Problem, num_sms: int, any_length: bool) -> list[TileConfig]:
-    return applicable(problem, sm90_tiles(problem), num_sms, any_length=any_length)
-
-
-def _rejection(problem: Problem) -> str:
+def rejection_reason(problem: Problem) -> str:
+    """Returns the end of a sentence: why the family does not take this problem; empty if it does."""
     unsupported = unsupported_features(problem)
     return f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
-
-
-FAMILY: Final = Family(
-    name="sm90",
-    needs_wgmma=True,
-    unsupported_features=unsupported_features,
-    tiles=_tiles,
-    objections=objections,
-    rejection=_rejection,
-)

@@ -13,6 +13,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.sm90.rules import (
+    NARROW_HEAD_DIM,
+    SCORE_ROWS_HEAD_DIMS,
+    SM90_MAX_HEAD_DIM,
+    WIDE_MAX_HEAD_DIM,
+)
+from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
@@ -28,9 +35,7 @@ from cutlass_py_attn.launch.variants import (
     TWO_CTA,
     WIDE,
 )
-from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tile_rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import FLOAT8, Shape
 from cutlass_py_attn.score_terms import registry

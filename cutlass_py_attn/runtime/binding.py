@@ -10,15 +10,15 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, artifact_of
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.arch import runs_on as _runs_on
 from cutlass_py_attn.launch.build import ROW_KINDS, Build
 from cutlass_py_attn.plan import builder, launch_rules, planner, sm90_choice
 from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES

@@ -3,7 +3,7 @@
     logsumexp_i = log(exp(sink) + sum_j exp(S_ij)),   dsink = -sum_i exp(sink - logsumexp_i) delta_i
 
 A sink changes no score: the forward adds it to the sum of each row when all keys are seen, and
-kernels/sm80/grad_sinks.py computes its gradient from the row statistics of the backward.
+kernels/backward_parts/grad_sinks.py computes its gradient from the row statistics of the backward.
 """
 
 from __future__ import annotations

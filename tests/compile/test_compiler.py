@@ -224,10 +224,10 @@ def test_sources_cover_the_kernels() -> None:
     # Vector reductions and stmatrix; the logsumexp's padding.
     assert {"launch/arch.py", "problem/tensors.py"} <= set(names)
     assert {name.split("/")[0] for name in names if "/" in name} == {
-        *("kernels", "launch", "plan", "problem", "score_terms", "compilation")
+        *("kernels", "launch", "problem", "score_terms", "compilation")
     }
     unused = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("kernels/*/*.py")} - set(names)
-    assert {name for name in unused if not name.endswith("__init__.py")} == {"kernels/component_gemms/planning.py"}
+    assert {Path(name).name for name in unused} == {"__init__.py", "kernel.py", "layout.py", "rules.py"}
 
 
 def is_for_type_checkers(node: ast.stmt) -> bool:
@@ -249,13 +249,9 @@ def test_sources_hold_all_that_kernels_import_when_they_run() -> None:
 
 def test_what_decides_a_build_is_no_source() -> None:
     """The digest of the Build is in the key beside the sources: an edited planner recompiles nothing."""
-    above = {"planner", "builder", "tiles", "tile_rules", "resources", "plan", "explain", "launch_rules"}
-    above |= {"sm80", "sm90", "decode", "preconditions", "sm80_smem", "tile_time", "shared_tiles"}
-    above |= {"grad_bias_mode", "grad_bias_launch", "kernel", "catalogue", "build_rules"}
-    above |= {"sm90_choice", "sm90_mla_kernel", "row_kernels", "entry_parameters"}
-    names = {*(f"launch/{name}.py" for name in ("expressions", "names", "split_kv", "tile_config"))}
-    names |= {*(f"plan/{name}.py" for name in above), "problem/spec.py", "problem/serialize.py", "problem/problem.py"}
-    names |= {"problem/validation.py"}
+    launch = (f"launch/{name}.py" for name in ("expressions", "names", "split_kv", "tile_config"))
+    problem = (f"problem/{name}.py" for name in ("spec", "serialize", "problem", "validation"))
+    names = {*launch, *problem, "kernels/kernel.py", "kernels/catalogue.py"}
     assert not names & set(registry.source_modules())
 
 
@@ -263,10 +259,10 @@ def test_what_decides_a_build_is_no_source() -> None:
     ("body", "holds", "lacks"),
     [
         (("forward", "sm80", ""), "kernels/sm80/forward.py", "kernels/sm80/backward.py"),
-        (("forward", "sm80", "split_d"), "plan/split_d.py", "kernels/sm90/forward.py"),
-        (("forward", "sm90", "multicast"), "plan/sm90_smem.py", "plan/decode_smem.py"),
+        (("forward", "sm80", "split_d"), "kernels/sm80_split_d/layout.py", "kernels/sm90/forward.py"),
+        (("forward", "sm90", "multicast"), "kernels/sm90/layout.py", "kernels/decode/layout.py"),
         (("backward", "sm90", "2cta"), "kernels/sm90/grad_query_2cta.py", "kernels/decode/forward.py"),
-        (("forward", "decode", ""), "plan/decode_smem.py", "kernels/sm80/grad_query_accum.py"),
+        (("forward", "decode", ""), "kernels/decode/layout.py", "kernels/backward_parts/grad_query_accum.py"),
     ],
 )
 def test_sources_of_a_kernel_are_its_own(body: tuple[str, str, str], holds: str, lacks: str) -> None:

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.kernels.sm80_split_d import layout as split_d
+from cutlass_py_attn.kernels.sm80_split_d.layout import tile_and_column_block
 from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import even_chunk, tile_bytes
 from cutlass_py_attn.launch.variants import SPLIT_D
-from cutlass_py_attn.plan import resources, split_d
+from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plans
-from cutlass_py_attn.plan.split_d import tile_and_column_block
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor

@@ -11,7 +11,7 @@ import pytest
 
 import cutlass_py_attn
 from cutlass_py_attn import distributed, torch_ops
-from cutlass_py_attn.plan.catalogue import KERNELS
+from cutlass_py_attn.kernels.catalogue import KERNELS
 from tools.docs import benchmark_plots, front_tables, generate, jax_table, kernel_map, reference
 
 ROOT = generate.ROOT

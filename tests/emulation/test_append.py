@@ -1,4 +1,4 @@
-"""kernels/decode/append.py: machine code on random appends, executed for all threads, compared byte by byte."""
+"""kernels/rows/append.py: machine code on random appends, executed for all threads, compared byte by byte."""
 
 from __future__ import annotations
 

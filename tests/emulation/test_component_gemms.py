@@ -11,10 +11,11 @@ import pytest
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS, doivj, grad_k, grad_q, grad_v, matmul_qk
-from cutlass_py_attn.kernels.component_gemms.planning import all_component_gemms, plan_component_gemm, spec_of
+from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
 from cutlass_py_attn.launch.build import F32_ROW_PADDING
 from cutlass_py_attn.launch.smem import swizzle_bytes
 from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.plan.component_gemms import all_component_gemms, plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from tests.support import gemm_emulator
 from tests.support.gemm_emulator import TILES, Array, emulate

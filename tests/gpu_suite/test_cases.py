@@ -183,7 +183,7 @@ def test_layouts_are_supported_and_do_not_overlap(layout: str) -> None:
 def test_component_gemms_agree_with_their_own_files(component_gemm: component_gemms.ComponentGemm) -> None:
     """The shapes and the product in testing/ agree with the component GEMM's own file."""
     pytest.importorskip("cutlass")
-    from cutlass_py_attn.kernels.component_gemms.planning import spec_of
+    from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
 
     plan = component_gemm.plan(2)
     spec = spec_of(plan.build)

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import entry_parameters
-from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime import binding

@@ -13,9 +13,9 @@ from cutlass_py_attn.compilation import compiler
 from cutlass_py_attn.compilation import registry as compilation_registry
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.kernels.catalogue import KERNELS
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan import sm90
-from cutlass_py_attn.plan.catalogue import KERNELS
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.score_terms import registry
 from tests.compile.test_compiler import TOY

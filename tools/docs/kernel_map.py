@@ -6,8 +6,8 @@ import ast
 from pathlib import Path
 from typing import Final
 
-from cutlass_py_attn.plan.catalogue import KERNELS as CATALOGUE
-from cutlass_py_attn.plan.kernel import Kernel
+from cutlass_py_attn.kernels.catalogue import KERNELS as CATALOGUE
+from cutlass_py_attn.kernels.kernel import Kernel
 
 KERNELS: Final = "cutlass_py_attn/kernels"
 HEADS: Final = ("file", "lines", "kernels: direction, family, variants", "what it computes")

@@ -20,11 +20,11 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.inspection.occupancy import occupancy
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import PER_HEAD, SPLIT_KV
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
 from cutlass_py_attn.problem import masks

@@ -23,8 +23,8 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH

@@ -19,11 +19,12 @@ from typing import Final
 from cutlass_py_attn.compilation import compiler
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import BreaksPlan, CompileError
+from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
+from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
+from cutlass_py_attn.kernels.sm80 import kernel as sm80
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_D, STANDARD
-from cutlass_py_attn.plan import sm80, sm90
-from cutlass_py_attn.plan.catalogue import KERNELS, kernel_of
-from cutlass_py_attn.plan.kernel import FusedKernel, Kernel
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.masks import FORMS

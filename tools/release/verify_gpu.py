@@ -14,10 +14,10 @@ import numpy as np
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import AttentionError, Stale
+from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.launch.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
 from cutlass_py_attn.runtime import driver

@@ -28,12 +28,12 @@ from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import QUAD, OnlineSoftmax, multiply_rows, safe_scale
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.decode import layout as decode_smem
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.smem import threads_of_row, tile_bytes
-from cutlass_py_attn.plan import decode_smem
 
 
 class NamedBarrier(IntEnum):

@@ -48,19 +48,6 @@ class QueryTile:
     index: Any
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a tensor: (batch, head, first row), and how many rows exist from there."""
-
-    coordinates: tuple[Any, Any, Any]
-    count: Any
-
-    def advance(self, rows: Any) -> "Rows":
-        """Returns the rows that start `rows` rows further."""
-        batch, head, row = self.coordinates
-        return Rows((batch, head, row + rows), self.count - rows)
-
-
 class BackwardGrid:
     """The grid of one Build."""
 

@@ -27,10 +27,10 @@ from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm80.score_inputs import ScoreInputs
 from cutlass_py_attn.kernels.sm80_split_d import cross_warp_softmax
 from cutlass_py_attn.kernels.sm80_split_d.cross_warp_softmax import CrossWarpSoftmax
+from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile, forward_split, tile_and_column_block
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import tile_bytes
-from cutlass_py_attn.plan.split_d import blocks_per_tile, forward_split, tile_and_column_block
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,14 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32
 
 from cutlass_py_attn.integers import larger
+from cutlass_py_attn.kernels.backward_parts import chain as backward_chain
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
+from cutlass_py_attn.kernels.backward_parts.postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
 from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm80 import backward_chain
-from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     CONSUMER_START,
@@ -88,6 +89,7 @@ from cutlass_py_attn.kernels.sm90.key_tile_scheduler import (
     QueryHeadScheduler,
     SharedEndKeyTileScheduler,
 )
+from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
@@ -98,7 +100,6 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.grad_bias import uses_wgmma
 from cutlass_py_attn.launch.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
-from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order, starts_from_logsumexp
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 SCHEDULERS = {PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}  # of variants with work tiles of their own

@@ -31,13 +31,13 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, Uint32
 
 from cutlass_py_attn.integers import larger
+from cutlass_py_attn.kernels.backward_parts import chain as backward_chain
+from cutlass_py_attn.kernels.backward_parts.postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm80 import backward_chain
-from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     BackwardKernelSm90,
@@ -51,6 +51,7 @@ from cutlass_py_attn.kernels.sm90.cluster import Cluster
 from cutlass_py_attn.kernels.sm90.grad_query import warpgroup_gemm
 from cutlass_py_attn.kernels.sm90.grad_query_2cta import ClusterDs, GradQuery2Cta
 from cutlass_py_attn.kernels.sm90.key_tile_scheduler import ClusterKeyTileScheduler
+from cutlass_py_attn.kernels.sm90.layout import first_cta_columns
 from cutlass_py_attn.kernels.sm90.named_barriers import Backward2CtaBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive_all, previous_stage
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
@@ -61,7 +62,6 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import swizzle_bytes, tile_bytes
 from cutlass_py_attn.launch.variants import CLUSTER
-from cutlass_py_attn.plan.sm90_smem import first_cta_columns
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 WORDS = 4  # 32-bit words of one vector of P that a thread stores

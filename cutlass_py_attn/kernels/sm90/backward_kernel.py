@@ -26,9 +26,7 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import (
+from cutlass_py_attn.kernels.sm90.layout import (
     ADDING_WARPS,
     DQ_WARPGROUPS,
     GRAD_BIAS_WARP,
@@ -38,6 +36,8 @@ from cutlass_py_attn.plan.sm90_smem import (
     stored_tiles,
     tma_tiles,
 )
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 
 CONSUMER_START = (LOAD_WARPGROUPS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # first consumer thread of a block
 

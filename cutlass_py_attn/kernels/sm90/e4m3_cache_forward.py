@@ -28,11 +28,11 @@ from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.cluster import SingleCta
 from cutlass_py_attn.kernels.sm90.e4m3_cache_tiles import CodedTile, E4m3CacheTiles
 from cutlass_py_attn.kernels.sm90.forward import ConsumerState, ForwardSm90, Pipelines
+from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import num_stages, tma_tiles
 
 
 class ConvertingCta(SingleCta):

@@ -45,6 +45,7 @@ from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_vali
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
+from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
@@ -62,7 +63,6 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.variants import BITS, HALVES, MULTICAST, SPECULATIVE, SPLIT_KV
-from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere

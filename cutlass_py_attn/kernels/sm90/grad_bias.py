@@ -2,7 +2,7 @@
 
 A persistent block computes one tile of grad_bias after the other. For each (batch, query head) pair that adds to a
 tile, in order, it recomputes dS = P (dP - delta) and adds it in float32 to its registers. Sums over queries or keys are
-for sm80/grad_bias.py.
+for backward_parts/grad_bias.py.
 
     warpgroup   role
     0           warp 0 loads Q, K and logsumexp through one pipeline, dO, V and delta through another (producer)
@@ -27,6 +27,8 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float32, GridConstant, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
+from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import WGMMA_REGISTERS, grad_bias_build
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.common import masking, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
@@ -35,12 +37,11 @@ from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_sou
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import doivj, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.variants import KEEPS_DS
-from cutlass_py_attn.plan.grad_bias_smem import WGMMA_REGISTERS, grad_bias_build
-from cutlass_py_attn.plan.sm90_smem import num_stages, starts_from_logsumexp, tma_tiles
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 VECTOR = 4  # float32 that a thread stores at once

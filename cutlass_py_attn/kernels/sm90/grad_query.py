@@ -14,16 +14,16 @@ import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
 from cutlass import Float32, Int32
 
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.wgmma import Wgmma
 from cutlass_py_attn.kernels.component_gemms import grad_q
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
+from cutlass_py_attn.kernels.sm90.layout import grad_query_bytes, grad_query_piece, staged_pieces
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
-from cutlass_py_attn.plan.sm90_smem import grad_query_bytes, grad_query_piece, staged_pieces
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 

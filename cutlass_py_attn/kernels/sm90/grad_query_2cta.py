@@ -11,16 +11,16 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutlass_py_attn.integers import smaller
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import grad_q
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.sm90.grad_query import GradQueryGemm, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90.layout import first_cta_columns
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.launch.smem import swizzle_bytes
-from cutlass_py_attn.plan.sm90_smem import first_cta_columns
 
 
 @dataclass(frozen=True)

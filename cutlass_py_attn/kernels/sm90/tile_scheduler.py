@@ -11,9 +11,8 @@ from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import seqlen_info
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS
 from cutlass_py_attn.launch.variants import CLUSTER
-from cutlass_py_attn.plan.sm90_smem import WARPGROUP_ROWS
 from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.problem.tensors import E4M3_BYTES
 from cutlass_py_attn.score_terms import registry

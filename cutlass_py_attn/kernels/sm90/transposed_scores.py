@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.common import masking, params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.views import transposed
@@ -22,7 +23,6 @@ from cutlass_py_attn.kernels.sm90.transposed_bias import TransposedBias, Transpo
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import KEEPS_DS
-from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,18 @@ import cutlass.experimental.cuda as tensor_maps
 from cutlass import GridConstant, Int32
 
 from cutlass_py_attn.integers import ceil_div, larger
+from cutlass_py_attn.kernels.backward_parts import chain as backward_chain
 from cutlass_py_attn.kernels.common import dependent_launch, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.sm80 import backward_chain
 from cutlass_py_attn.kernels.sm90.cluster import Cluster
+from cutlass_py_attn.kernels.sm90.layout import registers, tma_tiles
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90.wide_backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE
 from cutlass_py_attn.kernels.sm90.wide_gradient import WideGradient
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.launch.variants import CLUSTER
-from cutlass_py_attn.plan.sm90_smem import registers, tma_tiles
-from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE
 
 
 class WideBackwardSm90:

@@ -1,6 +1,6 @@
 """One gradient of the sm90 backward of wide heads, 64 rows of dQ, dK or dV: what a block of it loads and computes.
 
-The operands of plan/sm90_wide_backward.py. Each of two warpgroups has half of the gradient's columns. They compute the
+The operands of wide_backward_layout.py. Each of two warpgroups has half of the gradient's columns. They compute the
 scores of alternate streamed tiles, P or dS, and hand these to each other through shared memory. While one computes
 exponentials, the other multiplies.
 
@@ -32,17 +32,17 @@ from cutlass_py_attn.kernels.common.wgmma import (
     smem_tile_at,
 )
 from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_q, grad_v, matmul_qk
+from cutlass_py_attn.kernels.sm90 import wide_backward_layout as sm90_wide_backward
 from cutlass_py_attn.kernels.sm90.chunk_ring import ChunkRing
+from cutlass_py_attn.kernels.sm90.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90.wide_backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, RESIDENT, Gradient
+from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
 from cutlass_py_attn.kernels.sm90.wide_scores import Statistics, WideScores
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan import sm90_wide_backward
-from cutlass_py_attn.plan.sm90_smem import tma_tiles
-from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
-from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, RESIDENT, Gradient
 
 RESULTS = {GRAD_QUERY.name: grad_q, GRAD_KEY.name: grad_k, GRAD_VALUE.name: grad_v}  # the GEMM of each gradient
 

@@ -5,7 +5,7 @@ r // group of head r % group. A tile has 64 rows. A fixed number of blocks share
 lengths are on the device, see decode/chunk_schedule.py; its combine kernel joins the pieces of a row.
 
 O of all 512 columns would take more registers than a warpgroup has, so each of two warpgroups has half of the columns.
-Each computes S and P of the latent tiles of one of both slots (plan/sm90_mla.py), and hands P and the factors of the
+Each computes S and P of the latent tiles of one of both slots (layout.py), and hands P and the factors of the
 rows to the other through shared memory. A latent tile is loaded once, for S and for both halves of O.
 
     step    warpgroup 0                                     warpgroup 1
@@ -47,14 +47,11 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import ChunkSchedule, Piece, 
 from cutlass_py_attn.kernels.decode.persistent import CombinePieces
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
+from cutlass_py_attn.kernels.sm90.layout import registers
 from cutlass_py_attn.kernels.sm90.named_barriers import MlaDecodeBarrier
 from cutlass_py_attn.kernels.sm90_mla.latent_codes import LatentCodes
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing, LatentTile
-from cutlass_py_attn.launch import abi, tile_order
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.entry_points import ROW_THREADS
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_mla import (
+from cutlass_py_attn.kernels.sm90_mla.layout import (
     CHUNKS,
     HALVES,
     ROPE_COLUMNS,
@@ -64,7 +61,10 @@ from cutlass_py_attn.plan.sm90_mla import (
     WARP_ROWS,
     WARPGROUPS,
 )
-from cutlass_py_attn.plan.sm90_smem import registers
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.score_terms import registry
 
 QUERY_LOADS = 6  # vectors of the query tile that a thread has in flight

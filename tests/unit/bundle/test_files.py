@@ -24,11 +24,11 @@ from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import AttentionError, CompileError, NotSupported, Stale
+from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import FUNCTIONS
 from cutlass_py_attn.launch.names import NUM_QUERIES
 from cutlass_py_attn.plan import launch_rules
-from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.tensors import DIRECTIONS

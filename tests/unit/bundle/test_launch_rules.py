@@ -15,10 +15,11 @@ from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.bundle.numbers import inputs
 from cutlass_py_attn.bundle.rules import tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
-from cutlass_py_attn.plan import decode, entry_parameters, launch_rules, planner
-from cutlass_py_attn.plan.catalogue import kernel_of
+from cutlass_py_attn.plan import entry_parameters, launch_rules, planner
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.preconditions import conditions, limits, mapped
 from cutlass_py_attn.problem import spec

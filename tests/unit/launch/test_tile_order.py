@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.launch import tile_order
-from cutlass_py_attn.plan import planner, sm90_smem
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.masks import Band, Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.validation import MAX_LENGTH

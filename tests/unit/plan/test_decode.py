@@ -1,13 +1,13 @@
-"""Tests of plan/decode.py: which problems are decode steps, and which features the decode kernels refuse."""
+"""Tests of kernels/decode/kernel.py: which problems are decode steps, and which features the decode kernels refuse."""
 
 from __future__ import annotations
 
 import pytest
 
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES, team_output_bytes
 from cutlass_py_attn.launch.split_kv import MAX_SPLITS, fewest_splits
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import decode
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES, team_output_bytes
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
 from cutlass_py_attn.launch.build import Buffer
 from cutlass_py_attn.plan import explain
-from cutlass_py_attn.plan.catalogue import fused_kernel_of
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem.masks import Causal

@@ -1,4 +1,4 @@
-"""Tests of plan/grad_bias_smem.py: which separate grad_bias kernel a build has, and its tile and shared memory."""
+"""Tests of grad_bias_layout.py: which separate grad_bias kernel a build has, and its tile and shared memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from itertools import pairwise
 
 import pytest
 
+from cutlass_py_attn.kernels.backward_parts import grad_bias_layout as grad_bias_smem
+from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.grad_bias import uses_wgmma
-from cutlass_py_attn.plan import entry_parameters, grad_bias_smem
+from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.sm90_smem import num_stages, tma_tiles
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import F32_BYTES
 

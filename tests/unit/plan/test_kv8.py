@@ -7,11 +7,12 @@ import pytest
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.kernels.decode import layout as decode_smem
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import PERSISTENT
-from cutlass_py_attn.plan import decode_smem, planner
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import params

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
+from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Buffer, Build
@@ -19,7 +20,6 @@ from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS
 from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plan_with_tile
-from cutlass_py_attn.plan.split_d import blocks_per_tile
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.problem.problem import Problem

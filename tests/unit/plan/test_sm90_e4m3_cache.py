@@ -8,13 +8,13 @@ import pytest
 
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import DoesNotFit
+from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import MOST_VECTORS, rows_at_once, vectors_of_tile
+from cutlass_py_attn.kernels.sm90.layout import registers
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import E4M3_CACHE
 from cutlass_py_attn.plan import build_rules, planner, preconditions
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90_e4m3_cache import MOST_VECTORS, rows_at_once, vectors_of_tile
-from cutlass_py_attn.plan.sm90_smem import registers
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor

@@ -1,4 +1,4 @@
-"""Tests of plan/sm90_mla.py: slots, chunks and their order, shared memory, the teams, and the planner's choice."""
+"""Tests of kernels/sm90_mla/layout.py: slots, order of chunks, shared memory, the teams, and the planner's choice."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_mla.layout import CHUNKS, HALVES, P_STRIP, SLOTS, STRIPS, VALUE_CHUNKS, VALUE_STRIPS
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import launch_rules, planner, preconditions, resources, sm90_choice, sm90_smem
-from cutlass_py_attn.plan.catalogue import fused_kernel_of
+from cutlass_py_attn.plan import launch_rules, planner, preconditions, resources, sm90_choice
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90_mla import CHUNKS, HALVES, P_STRIP, SLOTS, STRIPS, VALUE_CHUNKS, VALUE_STRIPS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor

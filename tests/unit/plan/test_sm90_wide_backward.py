@@ -1,4 +1,4 @@
-"""Tests of plan/sm90_wide_backward.py: chunks and their order, shared memory, grid, and the planner's choice."""
+"""Tests of kernels/sm90/wide_backward_layout.py: order of chunks, shared memory, grid, and the planner's choice."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import DoesNotFit
+from cutlass_py_attn.kernels.sm90 import wide_backward_layout as sm90_wide_backward
+from cutlass_py_attn.kernels.sm90.wide_backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, Gradient
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import planner, resources, sm90_choice, sm90_wide_backward
+from cutlass_py_attn.plan import planner, resources, sm90_choice
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, Gradient
 from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse

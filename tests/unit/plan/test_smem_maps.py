@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cutlass_py_attn.kernels.sm80_split_d.layout import forward_split, tile_and_column_block
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import even_chunk
 from cutlass_py_attn.launch.variants import PER_HEAD, TWO_CTA
-from cutlass_py_attn.plan import sm90_smem
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.split_d import forward_split, tile_and_column_block
 from cutlass_py_attn.problem.spec import parse
 
 NAMES = ("f16_d64", "f16_d64v128", "bf16_d128v64", "f32_d64v32", "f16_d33v17")

@@ -1,4 +1,4 @@
-"""Tests of plan/tile_rules.py and plan_with_tile: tiles that no kernel body can have are refused, with the field."""
+"""Tests of kernels/sm90/rules.py and plan_with_tile: tiles that no kernel body can have are refused, with the field."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import cutlass_py_attn
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
+from cutlass_py_attn.kernels.catalogue import KERNELS
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import build_rules, resources, sm90_choice, tiles
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.catalogue import KERNELS
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile, plans
 from cutlass_py_attn.problem.masks import Causal, Full, Window

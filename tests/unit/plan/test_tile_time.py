@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner, tile_time, tiles
-from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.problem.spec import parse
 
 SMS = 132

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.kernels.kernel import Kernel, no_tensor_maps
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Grid, Name, ceil_div
 from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, STANDARD, SUM, SUM_LAST, TOTAL
-from cutlass_py_attn.plan.kernel import Kernel, no_tensor_maps
 
 
 def main_grid(build: Build) -> Grid:
@@ -20,13 +20,13 @@ APPEND: Final = Kernel(
     kind="append",
     family="sm80",
     variant=STANDARD,
-    module="decode.append",
+    module="rows.append",
     summary="a few threads per row",
     layouts=(),
     main_grid=main_grid,
     tensor_maps=no_tensor_maps,
 )
-MERGE: Final = replace(APPEND, kind="merge", module="decode.merge", layouts=("varlen",))
+MERGE: Final = replace(APPEND, kind="merge", module="rows.merge", layouts=("varlen",))
 KERNELS: Final = (
     APPEND,
     replace(APPEND, variant=E4M3, summary="a few threads per row, which they scale"),

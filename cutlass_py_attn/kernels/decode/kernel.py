@@ -7,9 +7,20 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.integers import log2
+from cutlass_py_attn.kernels.decode.layout import CUT_WORDS, MAX_QUERIES, decode_map, persistent_map, team_warps
+from cutlass_py_attn.kernels.kernel import (
+    FusedKernel,
+    Objections,
+    block_registers,
+    listed,
+    no_products,
+    no_tensor_maps,
+    refuse,
+)
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, Number, call, ceil_div, maximum, minimum
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, WARP_THREADS
 from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
@@ -20,11 +31,8 @@ from cutlass_py_attn.launch.names import (
     NUM_SMS,
     NUM_SPLITS_KEY,
 )
+from cutlass_py_attn.launch.smem import rows_copied_at_once
 from cutlass_py_attn.launch.variants import MLA, PERSISTENT, STANDARD
-from cutlass_py_attn.plan.decode_smem import CUT_WORDS, MAX_QUERIES, decode_map, persistent_map, team_warps
-from cutlass_py_attn.plan.kernel import Family, FusedKernel, block_registers, no_products, no_tensor_maps
-from cutlass_py_attn.plan.tile_rules import DECODE_LEAST_COPY, DECODE_MAX_HEAD_DIM, decode_forward
-from cutlass_py_attn.plan.tiles import decode_tiles
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, FLOAT8, ITEM_BYTES, OPERANDS, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -40,14 +48,72 @@ LEAST_KEYS: Final = (
 FIXED_CHUNK: Final = 1024  # keys of a chunk whose partial results no other sequence changes
 ALIGNED_TEAMS: Final = 1, 16  # of so many teams of variant mla, how many may idle so that the others have whole groups
 THREAD_REGISTERS: Final = 192  # that a thread of the persistent kernel has at most in most builds
+TILE_M: Final = (16, 32, 64)
+WARPS: Final = (2, 4, 8)  # more would leave threads without an element of the narrowest output
+SHARED_ROWS: Final = 32  # of a warp that shares a team: the outputs of 16 rows would not be aligned
+MAX_HEAD_DIM: Final = {2: 256, 4: 128}  # by bytes per element
+LEAST_COPY: Final = 4  # bytes: the least that cp.async copies
 # Numbers of the persistent kernel's schedule that others name.
 _ROWS, _TEAM_ROWS, _NUM_TEAMS, _FIXED_CHUNKS = Name("rows"), Name("team_rows"), Name("num_teams"), Name("fixed_chunks")
+
+
+def _objections(build: Build) -> Objections:
+    """Yields the rules of the decode kernels."""
+    widest = MAX_HEAD_DIM[build.item_bytes]
+    for field in ("head_dim", "head_dim_value"):
+        if getattr(build, field) > widest:
+            yield refuse(build, field, f"the decode kernels of {build.dtype} end at {widest}; use family sm80")
+    if build.vector_bytes < LEAST_COPY:
+        yield refuse(build, "vector_bytes", f"cp.async copies at least {LEAST_COPY} bytes; align rows to that")
+        return
+    if build.query_stages < 2:
+        yield refuse(build, "query_stages", "one key tile is loaded while another is multiplied; use 2 or more")
+    if build.tile_m not in TILE_M:
+        yield refuse(build, "tile_m", f"query rows of all heads of a group; use {listed(TILE_M)}")
+        return
+    warps_of_team = team_warps(build.tile_m, build.columns_value, build.item_bytes)
+    if warps_of_team > 1 and build.tile_m // warps_of_team < SHARED_ROWS:
+        yield refuse(build, "tile_m", f"a warp holds {MMA_ROWS} rows of this head_dim_value; use {MMA_ROWS}")
+        return
+    if build.warps not in WARPS or build.warps % warps_of_team or build.warps * WARP_THREADS < build.tile_m:
+        allowed = [warps for warps in WARPS if warps % warps_of_team == 0 and warps * WARP_THREADS >= build.tile_m]
+        yield refuse(build, "warps", f"{build.tile_m} rows need teams of {warps_of_team}; use {listed((*allowed,))}")
+        return
+    teams = build.warps // warps_of_team
+    if build.tile_n % (teams * MMA_ROWS):
+        yield refuse(
+            build,
+            "tile_n",
+            f"each of {teams} teams has multiples of {MMA_ROWS} keys; use a multiple of {teams * MMA_ROWS}",
+        )
+        return
+    if build.variant == PERSISTENT and not (build.has(registry.PAGED) or build.has(registry.KV8)):
+        reason = "variant persistent reads caches in pages or of e4m3 codes; use the standard variant"
+        yield refuse(build, "variant", reason)
+    if build.has(registry.KV8):
+        yield from _kv8(build, build.tile_n // teams)
+        return
+    for columns in sorted({build.columns, build.columns_value}):
+        threads = warps_of_team * WARP_THREADS
+        at_once = rows_copied_at_once(threads, columns * build.item_bytes, build.vector_bytes)
+        if build.tile_n // teams % at_once:
+            yield refuse(build, "tile_n", f"a team copies {at_once} rows at once; use a multiple of {teams * at_once}")
+
+
+def _kv8(build: Build, keys: int) -> Objections:
+    """An e4m3 cache; keys: of a team, of which each lane of a warp has the scales of one."""
+    if build.variant != PERSISTENT:
+        yield refuse(build, "variant", "of the decode kernels, variant persistent alone reads e4m3 codes; use that")
+    if build.item_bytes != 2:
+        yield refuse(build, "dtype", "the query of an e4m3 cache has 16 bits; use float16 or bfloat16")
+    if keys > WARP_THREADS:
+        yield refuse(build, "tile_n", f"a team has at most {WARP_THREADS} keys; use fewer keys or more warps")
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the decode kernels do not take; empty if they take it."""
     shape, is_float8 = problem.shape, problem.dtype == FLOAT8
-    widest = DECODE_MAX_HEAD_DIM[ITEM_BYTES["float16" if is_float8 else problem.dtype]]
+    widest = MAX_HEAD_DIM[ITEM_BYTES["float16" if is_float8 else problem.dtype]]
     persistent = is_persistent(problem)
     most_rows = PERSISTENT_MAX_ROWS if persistent else MAX_ROWS
     most_queries = PERSISTENT_MAX_ROWS if persistent else MAX_QUERIES
@@ -59,8 +125,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         f"fewer than {MIN_KEYS} keys": shape.num_keys < MIN_KEYS and not persistent,
         f"more than {most_rows} queries of a group of heads": shape.num_queries * shape.group > most_rows,
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
-        f"rows aligned to less than {DECODE_LEAST_COPY} bytes": min(t.vector_bytes for t in tensors)
-        < DECODE_LEAST_COPY,
+        f"rows aligned to less than {LEAST_COPY} bytes": min(t.vector_bytes for t in tensors) < LEAST_COPY,
     }
     missing = (PERSISTENT_FORWARD if persistent else FORWARD).lacks(problem.features)
     return (*missing, *(name for name, is_present in present.items() if is_present))
@@ -234,7 +299,7 @@ FORWARD: Final = FusedKernel(
     module="decode.forward",
     summary="split-KV: the keys of a head split over blocks",
     layouts=registry.LAYOUTS,
-    objections=decode_forward,
+    objections=_objections,
     with_warps=_with_warps,
     shared_memory=decode_map,
     products=no_products,
@@ -256,11 +321,3 @@ PERSISTENT_FORWARD: Final = replace(
     reason=_persistent_reason,
 )
 KERNELS: Final = (FORWARD, PERSISTENT_FORWARD)
-FAMILY: Final = Family(
-    name="decode",
-    needs_wgmma=False,
-    unsupported_features=unsupported_features,
-    tiles=lambda problem, num_sms, any_length: decode_tiles(problem),
-    objections=lambda problem, tile: [],
-    rejection=rejection_reason,
-)

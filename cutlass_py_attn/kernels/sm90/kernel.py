@@ -9,11 +9,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.kernels.kernel import TERMS, FusedKernel, Tile, no_products, no_splits
+from cutlass_py_attn.kernels.sm90 import e4m3_layout as sm90_e4m3
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90 import rules as tile_rules
+from cutlass_py_attn.kernels.sm90 import wide_backward_layout as sm90_wide_backward
+from cutlass_py_attn.kernels.sm90 import wide_layout as sm90_wide
+from cutlass_py_attn.kernels.sm90.layout import (
+    DQ_WARPGROUPS,
+    LOAD_WARPGROUPS,
+    deals_last_rounds,
+    stored_tiles,
+    tma_tiles,
+)
+from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.entry_points import LAST_VALUE, mapped_field
+from cutlass_py_attn.launch.entry_points import LAST_VALUE
 from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
-from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
@@ -25,8 +39,6 @@ from cutlass_py_attn.launch.names import (
     NUM_SPLITS_KEY,
     WORK_TILES,
 )
-from cutlass_py_attn.launch.smem import swizzle_bytes
-from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     E4M3,
@@ -41,22 +53,8 @@ from cutlass_py_attn.launch.variants import (
     TWO_CTA,
     WIDE,
 )
-from cutlass_py_attn.plan import sm90_e4m3, sm90_smem, sm90_wide, sm90_wide_backward, tile_rules, tile_time
-from cutlass_py_attn.plan.kernel import TERMS, FusedKernel, Kernel, gemm_grid, no_products, no_splits
-from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
-from cutlass_py_attn.plan.sm90_smem import (
-    DQ_WARPGROUPS,
-    LOAD_WARPGROUPS,
-    WARPGROUP_ROWS,
-    deals_last_rounds,
-    most_box_rows,
-    stored_tiles,
-    tma_tiles,
-)
-from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
-from cutlass_py_attn.plan.tiles import sm90_tiles
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE
+from cutlass_py_attn.problem.tensors import F32_BYTES
 from cutlass_py_attn.score_terms import registry
 
 Reason = Callable[[Problem, Build, Mapping[str, int]], str]
@@ -212,30 +210,11 @@ def _per_head_blocks() -> Expr:
     return _up_to_sms(NUM_HEADS_KEY * BATCH)
 
 
-def _forward_maps(build: Build) -> tuple[str, ...]:
-    return ("query", "key", "value", LAST_VALUE) if build.has(registry.PAGED) else ("query", "key", "value")
-
-
-def _query_map(build: Build) -> tuple[str, ...]:
-    """Returns the map of the query: threads load the codes of key and value."""
-    return ("query",)
-
-
-def _backward_maps(build: Build) -> tuple[str, ...]:
-    names = "query", "grad_output", "key", "value"
-    return (*names, "grad_bias") if build.maps_grad_bias else names
-
-
-def _gemm_maps(build: Build) -> tuple[str, ...]:
-    return "a", "b"
-
-
 def reason(roles: Callable[[Build], str]) -> Reason:
     """Returns `reason` of a kernel, from what the warpgroups of a block do."""
 
     def of_plan(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
-        tile = tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
-        return f"sm90 family (wgmma, TMA): {roles(build)}{tile}"
+        return f"sm90 family (wgmma, TMA): {roles(build)}"
 
     return of_plan
 
@@ -266,19 +245,18 @@ def value_page_rows(problem: Problem) -> int:
     return page // row if problem.value.shape[0] > 1 and row > 0 else 0
 
 
-def tensor_map_box(build: Build, name: str, rank: int, page_size: int | None) -> tuple[tuple[int, ...], int]:
-    """Returns (box, swizzle width in bytes) of the tensor map `name`: a box is one strip of a tile, or of a page in it.
+def _forward_maps(build: Build) -> dict[str, Tile]:
+    tiles = tma_tiles(build)
+    return {**tiles, LAST_VALUE: tiles["value"]} if build.has(registry.PAGED) else tiles
 
-    rank: axes of the map
-    page_size: rows of a page; None for no pages
-    """
-    field = mapped_field(name)
-    tiles = tma_tiles(build) | stored_tiles(build)
-    rows, columns = (WARP_ROWS, ROPE_COLUMNS) if field == KEY_ROPE else tiles[field]
-    if page_size is not None and field in ("key", "value"):
-        rows = min(page_size, most_box_rows(build))
-    swizzle = swizzle_bytes(columns, build.item_bytes)
-    return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle
+
+def _query_map(build: Build) -> dict[str, Tile]:
+    """Returns the map of the query: threads load the codes of key and value."""
+    return {"query": tma_tiles(build)["query"]}
+
+
+def _backward_maps(build: Build) -> dict[str, Tile]:
+    return tma_tiles(build) | stored_tiles(build)
 
 
 _WITHOUT_DROPOUT: Final = ("softcap", "bias", "alibi", "sinks")
@@ -451,14 +429,4 @@ KERNELS: Final = (
     *(FORWARD, MULTICAST_FORWARD, SPLIT_KV_FORWARD, WIDE_FORWARD, E4M3_FORWARD, E4M3_CACHE_FORWARD),
     *(BACKWARD, PER_HEAD_BACKWARD, QUERY_HEADS_BACKWARD, DS_REGISTERS_BACKWARD, KEY_REGISTERS_BACKWARD),
     *(TWO_CTA_BACKWARD, WIDE_BACKWARD),
-)
-COMPONENT_GEMM: Final = Kernel(
-    kind="component_gemm",
-    family="sm90",
-    variant=STANDARD,
-    module="component_gemms.standalone_sm90",
-    summary="one block per tile",
-    layouts=(),
-    main_grid=gemm_grid,
-    tensor_maps=_gemm_maps,
 )

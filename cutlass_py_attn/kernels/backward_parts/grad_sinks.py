@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.score_mod import LOG2_E
 from cutlass_py_attn.kernels.common.softmax import exp2
@@ -20,7 +21,6 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import KEEPS_DS
-from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 from cutlass_py_attn.score_terms.sinks import SINKS
 
 FOUR = 4  # float32 of one 16-byte load

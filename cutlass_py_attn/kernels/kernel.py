@@ -11,10 +11,12 @@ from typing import Final, NamedTuple
 
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Buffer, Build, Warps
-from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name
-from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
+
+Objections = Iterator[str]
+Tile = tuple[int, int]
 
 TERMS: Final = tuple(term.name for term in registry.BUILT_IN)
 
@@ -41,7 +43,7 @@ class Kernel:
     lengths: "any"; "short", "long" or "few_queries" when the planner chooses the kernel for short or long sequences
         alone, or for few queries and many keys, so that a kernel set for run-time lengths cannot rely on it
     main_grid: the grid of the main kernel of a Build
-    tensor_maps: the names of the tensor maps of the main kernel, in the order of its parameters; () for none
+    tensor_maps: the tensor maps of the main kernel in the order of its parameters: (rows, columns) of a tile, by name
     """
 
     kind: str
@@ -54,7 +56,7 @@ class Kernel:
     takes_registered_terms: bool = False
     lengths: str = "any"
     main_grid: Callable[[Build], Grid]
-    tensor_maps: Callable[[Build], tuple[str, ...]]
+    tensor_maps: Callable[[Build], Mapping[str, Tile]]
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ class FusedKernel(Kernel):
     Each but the first is asked about Builds without objections.
     """
 
-    objections: Callable[[Build], Iterator[str]]
+    objections: Callable[[Build], Objections]
     with_warps: Callable[[Build], Build]
     shared_memory: Callable[[Build], tuple[Buffer, ...]]
     products: Callable[[Build], tuple[Product, ...]]
@@ -94,35 +96,14 @@ class FusedKernel(Kernel):
     reason: Callable[[Problem, Build, Mapping[str, int]], str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """The fused kernels of one tile table: what the planner asks before there is a Build.
-
-    name: the field `family` of their Builds
-    needs_wgmma: whether they are compiled for a GPU's own target alone, and not for a portable one
-    unsupported_features: what a problem has that they do not take; () if they take it
-    tiles: the tiles that the planner tries for a problem on so many multiprocessors, the fastest first; those for
-        sequences of any length alone if the last argument says so
-    objections: why the variant of a tile would compute a problem wrongly, which the rules of its Build do not see
-    rejection: the end of a sentence that says why they do not compute a problem; "" for a problem that is not theirs
-    """
-
-    name: str
-    needs_wgmma: bool
-    unsupported_features: Callable[[Problem], tuple[str, ...]]
-    tiles: Callable[[Problem, int, bool], Iterable[TileConfig]]
-    objections: Callable[[Problem, TileConfig], list[str]]
-    rejection: Callable[[Problem], str]
-
-
 def no_products(build: Build) -> tuple[Product, ...]:
     """Returns (): nothing is multiplied by mma.sync, or each warp multiplies alone."""
     return ()
 
 
-def no_tensor_maps(build: Build) -> tuple[str, ...]:
-    """Returns (): threads load every operand."""
-    return ()
+def no_tensor_maps(build: Build) -> Mapping[str, Tile]:
+    """Returns no map: threads load every operand."""
+    return {}
 
 
 def no_splits(build: Build) -> Expr:
@@ -130,11 +111,17 @@ def no_splits(build: Build) -> Expr:
     return ONE
 
 
-def gemm_grid(build: Build) -> Grid:
-    """Returns the grid of a component GEMM: a block for each tile."""
-    return Name("tiles"), ONE, ONE
-
-
 def block_registers(build: Build, limits: Architecture) -> int:
     """Returns the registers that a thread may use, if all threads of a block have equally many."""
     return limits.register_limit(build.threads)
+
+
+def refuse(build: Build, field: str, reason: str) -> str:
+    """Returns "field = value: reason"."""
+    return f"{field} = {getattr(build, field)!r}: {reason}"
+
+
+def listed(choices: tuple[object, ...]) -> str:
+    """Returns the choices as words: "a, b or c"."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last

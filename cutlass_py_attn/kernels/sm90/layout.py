@@ -14,34 +14,29 @@ backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import registers as e4m3_cache_registers
 from cutlass_py_attn.launch.build import Buffer, Build
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
 from cutlass_py_attn.launch.variants import (
-    DS_REGISTERS,
     E4M3,
     E4M3_CACHE,
     KEY_REGISTERS,
     MLA,
     PER_HEAD,
-    QUERY_HEADS,
     SPECULATIVE,
     TWO_CTA,
     WIDE,
 )
-from cutlass_py_attn.plan.sm90_e4m3_cache import registers as e4m3_cache_registers
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
 LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
-WARPGROUP_ROWS: Final = 64  # of the result of one wgmma
-NARROW_COLUMNS: Final = 128  # most columns of a backward whose warpgroups have dK and dV both
 KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
 KEY_REGISTERS_STAGED: Final = 2  # of these pieces in the staging buffer; a query tile has a multiple of it
 ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
@@ -58,13 +53,7 @@ MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer find
 MLA_CODES_REGISTERS: Final = (72, 216)  # the same of an e4m3 cache, whose codes the producer converts
 # The same of variant e4m3, whose first warpgroup also transposes values.
 E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
-# Columns of the kernels with a fixed address of shared memory: of backwards and of forwards more than the first two, of
-# float16 forwards at most the third.
-FIXED_BASE_BACKWARD_COLUMNS, FIXED_BASE_COLUMNS, FIXED_BASE_F16_COLUMNS = 32, 192, 64
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
-# Tensor map over sequences of several lengths, see sm90.py: its rows per sequence.
-RAGGED_ROWS: Final = 1 << 30
-RAGGED_STRIDE_BYTES: Final = (1 << 64) // RAGGED_ROWS  # its last axis steps by this less a row
 
 
 def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
@@ -86,11 +75,6 @@ def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
 def stored_tiles(build: Build) -> dict[str, tuple[int, int]]:
     """Returns (rows, columns) of the tiles that TMA stores, by tensor; their maps follow those of loads."""
     return {"grad_bias": (build.tile_m, build.tile_n)} if build.maps_grad_bias else {}
-
-
-def most_box_rows(build: Build) -> int:
-    """Returns the most rows of one box of a paged key or value tile: boxes divide pages, and a tile has whole boxes."""
-    return build.tile_n & -build.tile_n
 
 
 def num_stages(build: Build) -> dict[str, int]:
@@ -208,45 +192,6 @@ def adds_in_order(build: Build) -> bool:
     return needs_order and grad_query_bytes(build) > 0 and is_faster
 
 
-def has_fixed_smem_base(build: Build) -> bool:
-    """Returns whether the kernel has the address of dynamic shared memory as a number, and not as that of a symbol.
-
-    Wherever it uses an mbarrier, ptxas derives a symbol's address from the rank of the block in its cluster, a special
-    register. Without clusters the rank is 0, and the memory starts behind what the driver reserves, because no kernel
-    has static shared memory. Everything between is scheduled differently with the number. On one H100 backwards are 0.3
-    to 4 % faster, float16 forwards of d 64 and forwards of d 256 1 %. Other kernels are up to 1.5 % slower.
-    """
-    is_fused = build.family == "sm90" and build.kind != "component_gemm"
-    if not is_fused or build.cluster > 1 or build.variant in (E4M3, E4M3_CACHE, QUERY_HEADS):
-        return False
-    if build.kind == "backward":
-        return build.columns > FIXED_BASE_BACKWARD_COLUMNS
-    is_narrow_f16 = build.dtype == "float16" and build.columns_value <= FIXED_BASE_F16_COLUMNS
-    return is_narrow_f16 or build.columns_value > FIXED_BASE_COLUMNS
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTileLayout:
-    """The sums of one key tile whose queries blocks share, in 32-bit words.
-
-    key, value: where those of dK and dV start
-    counts: where the counts of parts start, one for each warp
-    total: words of the tile
-    """
-
-    key: int
-    value: int
-    counts: int
-    total: int
-
-
-def shared_tile_layout(build: Build) -> SharedTileLayout:
-    """Returns the layout of the sums of one key tile whose queries blocks share."""
-    value = build.tile_n * build.columns
-    counts = value + build.tile_n * build.columns_value
-    return SharedTileLayout(0, value, counts, counts + build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS)
-
-
 def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:
     """Returns the map of the 2-CTA backward, with two stages of P and dS if they fit."""
     maps = {count: _backward_2cta_with(build, count) for count in (2, 1)}
@@ -308,11 +253,6 @@ def registers(build: Build) -> tuple[int, ...]:
     if accumulators <= 176:
         return 24, 104, 192
     return (24, 72, 208) if build.variant == PER_HEAD and not build.has("dropout") else (32, 64, 208)
-
-
-def starts_from_logsumexp(build: Build) -> bool:
-    """Returns whether S^T = K Q^T is added to -logsumexp / scale: 128 columns leave no registers for the logsumexp."""
-    return build.variant == DS_REGISTERS and build.columns == NARROW_COLUMNS
 
 
 def grad_query_piece(build: Build) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.launch.build import Buffer, Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
-from cutlass_py_attn.plan.sm90_smem import WARPGROUP_ROWS
 
 TRANSPOSING_WARPS: Final = 2
 FIRST_TRANSPOSING_WARP: Final = 2

@@ -7,11 +7,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.common import seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.dynamic_tiles import column_slice
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.component_gemms import grad_q
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import GemmSpec
 

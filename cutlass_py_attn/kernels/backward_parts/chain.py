@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import cutlass
 import cutlass.cute as cute
 
+from cutlass_py_attn.kernels.backward_parts.grad_bias import GradBias
+from cutlass_py_attn.kernels.backward_parts.grad_sinks import GradSinks
+from cutlass_py_attn.kernels.backward_parts.preprocess import BackwardPreprocess
 from cutlass_py_attn.kernels.common import dependent_launch, params
-from cutlass_py_attn.kernels.sm80.backward_preprocess import BackwardPreprocess
-from cutlass_py_attn.kernels.sm80.grad_bias import GradBias
-from cutlass_py_attn.kernels.sm80.grad_sinks import GradSinks
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS, entries

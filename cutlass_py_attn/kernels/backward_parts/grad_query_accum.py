@@ -10,10 +10,10 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns, dq_pieces
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
 
 
 class SumOrder:

@@ -1,6 +1,6 @@
 """Kernel of variant mla: decode of a latent cache, whose keys contain the values.
 
-sm90_mla.py has the layout that its machine code reads, decode.py the chunks of keys that blocks share.
+layout.py has what its machine code reads, decode/kernel.py the chunks of keys that blocks share.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.kernel import FusedKernel, Tile, no_products, no_splits, refuse
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS, tma_tiles
+from cutlass_py_attn.kernels.sm90.rules import consumers, sm90_operands
+from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS, ROPE_COLUMNS, SLOTS, WARP_ROWS, WARPGROUPS, forward_map
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.variants import MLA
-from cutlass_py_attn.plan import decode, sm90
-from cutlass_py_attn.plan.kernel import FusedKernel, no_products, no_splits
-from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS, SLOTS, WARPGROUPS, forward_map
-from cutlass_py_attn.plan.sm90_smem import LOAD_WARPGROUPS, WARPGROUP_ROWS
-from cutlass_py_attn.plan.tile_rules import consumers, refuse, sm90_operands
 from cutlass_py_attn.problem.tensors import KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 
@@ -41,9 +43,9 @@ def _accumulators(build: Build) -> int:
     return build.tile_m * (build.tile_n + build.tile_n // 2 + columns) // sm90.consumer_threads(build)
 
 
-def _tensor_maps(build: Build) -> tuple[str, ...]:
+def _tensor_maps(build: Build) -> dict[str, Tile]:
     """Returns the maps of what TMA loads: latent rows, or beside codes the columns of the rotary embedding."""
-    return (KEY_ROPE,) if build.has(registry.KV8_TILE) else ("key",)
+    return {KEY_ROPE: (WARP_ROWS, ROPE_COLUMNS)} if build.has(registry.KV8_TILE) else {"key": tma_tiles(build)["key"]}
 
 
 def _roles(build: Build) -> str:
@@ -75,3 +77,4 @@ FORWARD: Final = FusedKernel(
     tensor_maps=_tensor_maps,
     reason=sm90.reason(_roles),
 )
+KERNELS: Final = (FORWARD,)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.kernels.kernel import Objections, listed, refuse
+from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import MOST_VECTORS, rows_at_once, vectors_of_tile
+from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import REGISTERS as E4M3_CACHE_REGISTERS
+from cutlass_py_attn.kernels.sm90.e4m3_layout import TILE_N as E4M3_TILE_N
+from cutlass_py_attn.kernels.sm90.layout import (
+    CONSUMER_WARPGROUPS,
+    DQ_WARPGROUPS,
+    E4M3_REGISTERS,
+    FORWARD_REGISTERS,
+    LOAD_WARPGROUPS,
+)
+from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.launch.smem import rows_copied_at_once
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     E4M3,
@@ -17,36 +27,14 @@ from cutlass_py_attn.launch.variants import (
     KEY_REGISTERS,
     MULTICAST,
     PER_HEAD,
-    PERSISTENT,
     QUERY_HEADS,
     SPLIT_KV,
     STANDARD,
     WIDE,
 )
-from cutlass_py_attn.plan.decode_smem import team_warps
-from cutlass_py_attn.plan.sm90_e4m3 import TILE_N as E4M3_TILE_N
-from cutlass_py_attn.plan.sm90_e4m3_cache import MOST_VECTORS, rows_at_once, vectors_of_tile
-from cutlass_py_attn.plan.sm90_e4m3_cache import REGISTERS as E4M3_CACHE_REGISTERS
-from cutlass_py_attn.plan.sm90_smem import (
-    CONSUMER_WARPGROUPS,
-    DQ_WARPGROUPS,
-    E4M3_REGISTERS,
-    FORWARD_REGISTERS,
-    LOAD_WARPGROUPS,
-    WARPGROUP_ROWS,
-)
-from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
-from cutlass_py_attn.plan.split_d import HEAD_DIM_SPLIT_MULTIPLE, copyable_rows
-from cutlass_py_attn.problem.tensors import E4M3_BYTES, FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 
-SM80_TILE_M: Final = (32, 64, 128)
-SM80_TILE_N: Final = (32, 64, 96, 128)
-SM80_WARPS: Final = (4, 8)
-SPLIT_D_WARPS: Final = 8
-SPLIT_D_TILE_M: Final = {"forward": (64,), "backward": (32, 64)}
-SPLIT_D_TILE_N: Final = {"forward": (64, 128), "backward": (64,)}
-MAX_HEAD_DIM_SPLIT: Final = 512
 SM90_MAX_HEAD_DIM: Final = 256
 WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
 # tile_m by columns
@@ -57,116 +45,7 @@ SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value
 SM90_BACKWARD_TILE_M: Final = (64, 128)
 WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
 SM90_TILE_N: Final = (64, 256)  # least and most keys of the forward; wgmma has up to 256 columns
-DECODE_TILE_M: Final = (16, 32, 64)
-DECODE_WARPS: Final = (2, 4, 8)  # more would leave threads without an element of the narrowest output
-DECODE_SHARED_ROWS: Final = 32  # of a warp that shares a team: the outputs of 16 rows would not be aligned
-DECODE_MAX_HEAD_DIM: Final = {2: 256, 4: 128}  # by bytes per element
-DECODE_LEAST_COPY: Final = 4  # bytes: the least that cp.async copies
 _CODE_TILE_M: Final = {E4M3: tuple(E4M3_REGISTERS), E4M3_CACHE: tuple(E4M3_CACHE_REGISTERS)}
-
-Objections = Iterator[str]
-
-
-def refuse(build: Build, field: str, reason: str) -> str:
-    """Returns "field = value: reason"."""
-    return f"{field} = {getattr(build, field)!r}: {reason}"
-
-
-def listed(choices: tuple[object, ...]) -> str:
-    """Returns the choices as words: "a, b or c"."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def sm80_forward(build: Build) -> Objections:
-    """Yields the rules of the standard sm80 forward."""
-    yield from _sm80_tile(build)
-    if build.query_stages != 1:
-        yield refuse(build, "query_stages", "the standard sm80 forward has one key and value stage; use 1")
-    if build.tile_m % (build.warps * MMA_ROWS):
-        yield refuse(
-            build, "tile_m", f"each of {build.warps} warps owns rows of S in multiples of {MMA_ROWS}; use such rows"
-        )
-    yield from _copies(build)
-
-
-def sm80_backward(build: Build) -> Objections:
-    """Yields the rules of the standard sm80 backward."""
-    yield from _equal_stages(build)
-    yield from _sm80_tile(build)
-    if build.query_stages not in (1, 2):
-        yield refuse(build, "query_stages", "the sm80 backward loads at most one query tile ahead; use 1 or 2")
-    yield from _copies(build)
-
-
-def _equal_stages(build: Build) -> Objections:
-    if build.grad_output_stages != build.query_stages:
-        yield refuse(
-            build,
-            "grad_output_stages",
-            f"must be query_stages = {build.query_stages}: the sm80 backward advances both together; set it so",
-        )
-
-
-def _sm80_tile(build: Build) -> Objections:
-    for field, allowed in (("tile_m", SM80_TILE_M), ("tile_n", SM80_TILE_N)):
-        if getattr(build, field) not in allowed:
-            yield refuse(build, field, f"the standard sm80 kernels have {listed(allowed)} rows; use those")
-    if build.warps not in SM80_WARPS:
-        yield refuse(build, "warps", f"the sm80 kernels divide their tiles among {listed(SM80_WARPS)} warps; use one")
-
-
-def _copies(build: Build) -> Objections:
-    """The threads of a block copy several rows of a tile at once, so a tile has a multiple of these rows."""
-    widths: list[tuple[int, tuple[str, ...]]]
-    widths = [(columns * build.item_bytes, ("tile_m", "tile_n")) for columns in (build.columns, build.columns_value)]
-    if build.has(registry.KV8):
-        widths += [(columns * E4M3_BYTES, ("tile_n",)) for columns in (build.columns, build.columns_value)]
-    for row_bytes, fields in sorted(set(widths)):
-        at_once = rows_copied_at_once(build.threads, row_bytes, build.vector_bytes)
-        for field in fields:
-            # Fewer threads than one row needs copy no whole row; _sm80_tile refuses so few warps.
-            if at_once and getattr(build, field) % at_once:
-                yield refuse(
-                    build, field, f"{build.threads} threads copy {at_once} rows at once; use a multiple of that"
-                )
-
-
-def split_d_forward(build: Build) -> Objections:
-    """Yields the rules of the forward of variant split_d."""
-    return _split_d(build, [("tile_n", build.block_columns_value)])
-
-
-def split_d_backward(build: Build) -> Objections:
-    """Yields the rules of the backward of variant split_d."""
-    yield from _equal_stages(build)
-    yield from _split_d(build, [("tile_m", build.block_columns), ("tile_m", build.block_columns_value)])
-
-
-def _split_d(build: Build, tiles: list[tuple[str, int]]) -> Objections:
-    """Rules of variant split_d; tiles: fields with the rows of column blocks that threads copy, and their columns."""
-    for field, allowed in (("tile_m", SPLIT_D_TILE_M), ("tile_n", SPLIT_D_TILE_N)):
-        if getattr(build, field) not in allowed[build.kind]:
-            yield refuse(build, field, f"the split-D {build.kind} has {listed(allowed[build.kind])} rows; use those")
-    if build.warps != SPLIT_D_WARPS:
-        yield refuse(build, "warps", f"{SPLIT_D_WARPS} warps divide the column blocks; use {SPLIT_D_WARPS}")
-    if build.query_stages < 2:
-        yield refuse(build, "query_stages", "one step is loaded while another is multiplied; use 2 or more")
-    if build.head_dim_split % HEAD_DIM_SPLIT_MULTIPLE or not 0 < build.head_dim_split <= MAX_HEAD_DIM_SPLIT:
-        yield refuse(
-            build,
-            "head_dim_split",
-            f"must be a multiple of {HEAD_DIM_SPLIT_MULTIPLE} up to {MAX_HEAD_DIM_SPLIT}, "
-            "so that the warps divide it; use one",
-        )
-        return
-    for field, columns in tiles:
-        if not copyable_rows(build, getattr(build, field), columns):
-            yield refuse(
-                build,
-                field,
-                f"{build.threads} threads copy more rows of {columns} columns at once; use 64, or the standard variant",
-            )
 
 
 def sm90_operands(build: Build) -> Objections:
@@ -412,58 +291,3 @@ def _query_heads(build: Build) -> Objections:
     if build.deterministic:
         reason = "variant query_heads adds dK and dV in any order; use the standard variant"
         yield refuse(build, "deterministic", reason)
-
-
-def decode_forward(build: Build) -> Objections:
-    """Yields the rules of the decode kernels."""
-    widest = DECODE_MAX_HEAD_DIM[build.item_bytes]
-    for field in ("head_dim", "head_dim_value"):
-        if getattr(build, field) > widest:
-            yield refuse(build, field, f"the decode kernels of {build.dtype} end at {widest}; use family sm80")
-    if build.vector_bytes < DECODE_LEAST_COPY:
-        yield refuse(build, "vector_bytes", f"cp.async copies at least {DECODE_LEAST_COPY} bytes; align rows to that")
-        return
-    if build.query_stages < 2:
-        yield refuse(build, "query_stages", "one key tile is loaded while another is multiplied; use 2 or more")
-    if build.tile_m not in DECODE_TILE_M:
-        yield refuse(build, "tile_m", f"query rows of all heads of a group; use {listed(DECODE_TILE_M)}")
-        return
-    warps_of_team = team_warps(build.tile_m, build.columns_value, build.item_bytes)
-    if warps_of_team > 1 and build.tile_m // warps_of_team < DECODE_SHARED_ROWS:
-        yield refuse(build, "tile_m", f"a warp holds {MMA_ROWS} rows of this head_dim_value; use {MMA_ROWS}")
-        return
-    if build.warps not in DECODE_WARPS or build.warps % warps_of_team or build.warps * WARP_THREADS < build.tile_m:
-        allowed = [
-            warps for warps in DECODE_WARPS if warps % warps_of_team == 0 and warps * WARP_THREADS >= build.tile_m
-        ]
-        yield refuse(build, "warps", f"{build.tile_m} rows need teams of {warps_of_team}; use {listed((*allowed,))}")
-        return
-    teams = build.warps // warps_of_team
-    if build.tile_n % (teams * MMA_ROWS):
-        yield refuse(
-            build,
-            "tile_n",
-            f"each of {teams} teams has multiples of {MMA_ROWS} keys; use a multiple of {teams * MMA_ROWS}",
-        )
-        return
-    if build.variant == PERSISTENT and not (build.has(registry.PAGED) or build.has(registry.KV8)):
-        reason = "variant persistent reads caches in pages or of e4m3 codes; use the standard variant"
-        yield refuse(build, "variant", reason)
-    if build.has(registry.KV8):
-        yield from _kv8(build, build.tile_n // teams)
-        return
-    for columns in sorted({build.columns, build.columns_value}):
-        threads = warps_of_team * WARP_THREADS
-        at_once = rows_copied_at_once(threads, columns * build.item_bytes, build.vector_bytes)
-        if build.tile_n // teams % at_once:
-            yield refuse(build, "tile_n", f"a team copies {at_once} rows at once; use a multiple of {teams * at_once}")
-
-
-def _kv8(build: Build, keys: int) -> Objections:
-    """An e4m3 cache; keys: of a team, of which each lane of a warp has the scales of one."""
-    if build.variant != PERSISTENT:
-        yield refuse(build, "variant", "of the decode kernels, variant persistent alone reads e4m3 codes; use that")
-    if build.item_bytes != 2:
-        yield refuse(build, "dtype", "the query of an e4m3 cache has 16 bits; use float16 or bfloat16")
-    if keys > WARP_THREADS:
-        yield refuse(build, "tile_n", f"a team has at most {WARP_THREADS} keys; use fewer keys or more warps")

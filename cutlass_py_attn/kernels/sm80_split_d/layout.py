@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutlass_py_attn.integers import ceil_div, round_up
+from cutlass_py_attn.kernels.backward_parts.layout import product_piece, same_layout
+from cutlass_py_attn.kernels.common.layout import copy_groups
 from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Buffer, Build
 from cutlass_py_attn.launch.smem import (
     TILE_ALIGNMENT,
     even_chunk,
     first_that_fits,
-    rows_copied_at_once,
     stack,
     tile_bytes,
 )
@@ -34,14 +35,11 @@ def tile_and_column_block(block: Any, column_blocks: int) -> tuple[Any, Any]:
     return block // column_blocks, block % column_blocks
 
 
-COPY_BYTES = 16  # of one copy of a thread
 HEAD_DIM_SPLIT_MULTIPLE = 64  # so that eight warps divide a column block and its rows are swizzled in full
 CHUNK_ROW_BYTES = (512, 256, 128)  # of one row of a chunk in the forward; the widest that fits is chosen
 STAGE_KIBIBYTES = (34, 18, 10)  # of one stage in the backward, likewise: 32, 16, 8 and the padding of float32 rows
 STEP_ROWS = (64, 32, 16)  # of a tile in one step
 DK_DV_REGISTERS = {2: 136, 4: 72}  # per thread for dK and dV together, by bytes per element
-PRODUCT_REGISTERS = {2: 32, 4: 64}  # per thread for a product beside those accumulators
-SWIZZLED_COLUMNS = 64  # of 16-bit tiles; tiles with an odd multiple of 32 columns have another layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +145,7 @@ def gradient_columns(build: Build, width: int) -> int:
 
     All columns, except in a split-D float32 kernel: its products have registers of their own beside the accumulators.
     """
-    return _piece(build, build.tile_n, width) if build.head_dim_split and build.item_bytes > 2 else width
-
-
-def dq_piece_columns(build: Build) -> int:
-    """Returns the columns of dQ that one product computes and that grad_query_accum stores together."""
-    return _piece(build, build.tile_m, build.block_columns) if build.head_dim_split else build.columns
-
-
-def dq_pieces(build: Build) -> int:
-    """Returns the pieces of `dq_piece_columns` columns that dQ of one query tile has in grad_query_accum."""
-    return ceil_div(build.columns, build.block_columns) * build.block_columns // dq_piece_columns(build)
+    return product_piece(build, build.tile_n, width) if build.head_dim_split and build.item_bytes > 2 else width
 
 
 def split_d_map(build: Build) -> tuple[Buffer, ...]:
@@ -165,11 +153,6 @@ def split_d_map(build: Build) -> tuple[Buffer, ...]:
     if build.kind == "forward":
         return _forward(build, forward_split(build))
     return _backward(build, backward_split(build))
-
-
-def copy_groups(build: Build, rows: int, columns: int) -> int:
-    """Returns the groups of threads that copy a tile with `rows` rows, if all threads at once would copy more rows."""
-    return max(rows_copied_at_once(build.threads, columns * build.item_bytes, COPY_BYTES) // rows, 1)
 
 
 def _forward_splits(build: Build) -> Iterator[ForwardSplit]:
@@ -199,24 +182,11 @@ def _side(build: Build, columns: int, width: int, keeps: bool, slot_bytes: int) 
     rows = _rows(build, build.tile_m, width, slot_bytes)
     # If K stays in shared memory, its chunks and its column block are one tile, so both need the same layout.
     widths = range(COLUMN_MULTIPLE, width + 1, COLUMN_MULTIPLE)
-    chunks = [chunk for chunk in widths if width % chunk == 0 and _same_layout(build, chunk, width)]
+    chunks = [chunk for chunk in widths if width % chunk == 0 and same_layout(build, chunk, width)]
     fitting = [chunk for chunk in chunks if tile_bytes(build.dtype, _chunk_rows(build, keeps), chunk) <= slot_bytes]
     chunk, blocks = max(fitting, default=chunks[0]), ceil_div(columns, width)
     steps, parts = ceil_div(columns, chunk), build.tile_m // rows
     return HeadSide(width, blocks, chunk, steps, rows, parts, gradient_columns(build, width), keeps)
-
-
-def _piece(build: Build, rows: int, width: int) -> int:
-    """Returns the widest divisor of `width` for which a product of `rows` rows fits PRODUCT_REGISTERS."""
-    widths = range(COLUMN_MULTIPLE, width + 1, COLUMN_MULTIPLE)
-    pieces = [piece for piece in widths if width % piece == 0 and _same_layout(build, piece, width)]
-    few = [piece for piece in pieces if rows * piece <= PRODUCT_REGISTERS[build.item_bytes] * build.threads]
-    return max(few, default=pieces[0])
-
-
-def _same_layout(build: Build, columns: int, whole: int) -> bool:
-    """Returns whether a tile with `columns` columns has the layout of a part of a tile with `whole` columns."""
-    return build.item_bytes > 2 or (columns % SWIZZLED_COLUMNS == 0) == (whole % SWIZZLED_COLUMNS == 0)
 
 
 def _chunk_rows(build: Build, keeps: bool) -> int:
@@ -246,7 +216,7 @@ def copyable_rows(build: Build, tile_rows: int, columns: int) -> list[int]:
 def _divides(build: Build, rows: int, columns: int) -> bool:
     """Returns whether every group of threads copies columns that have the layout of the tile."""
     width, left = divmod(columns, copy_groups(build, rows, columns))
-    return left == 0 and width % COLUMN_MULTIPLE == 0 and _same_layout(build, width, columns)
+    return left == 0 and width % COLUMN_MULTIPLE == 0 and same_layout(build, width, columns)
 
 
 def _forward(build: Build, split: ForwardSplit) -> tuple[Buffer, ...]:

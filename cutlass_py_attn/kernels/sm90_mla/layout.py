@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from cutlass_py_attn.kernels.decode.layout import SCHEDULE_WORDS
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, stack, tile_bytes
-from cutlass_py_attn.plan.decode_smem import SCHEDULE_WORDS
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 
 HEAD_DIMS: Final = (576, 512)  # of key and value: DeepSeek's 512 latent columns and 64 of the rotary embedding

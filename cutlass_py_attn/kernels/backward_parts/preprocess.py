@@ -21,13 +21,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, round_up
+from cutlass_py_attn.kernels.backward_parts.layout import (
+    dq_piece_columns,
+    dq_pieces,
+    shared_tile_layout,
+    starts_from_logsumexp,
+)
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import DELTA_LANES, DELTA_ROWS, ROW_THREADS, delta_clears_sums
 from cutlass_py_attn.launch.variants import KEEPS_DS, SHARED_END
-from cutlass_py_attn.plan.sm90_smem import shared_tile_layout, starts_from_logsumexp
-from cutlass_py_attn.plan.split_d import dq_piece_columns, dq_pieces
 
 VECTOR = 4  # float32 that a thread clears at once
 

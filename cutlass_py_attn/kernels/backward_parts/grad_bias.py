@@ -19,20 +19,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
+from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import CHUNK_STAGES, grad_bias_build, grad_bias_chunk
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.common import dropout, masking, params, seqlen_info, tile_copy
-from cutlass_py_attn.kernels.common.dynamic_tiles import column_slice
+from cutlass_py_attn.kernels.common.dynamic_tiles import Rows, column_slice
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_source
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.component_gemms import doivj, matmul_qk
-from cutlass_py_attn.kernels.sm80.backward_grid import Rows
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import KEEPS_DS
-from cutlass_py_attn.plan.grad_bias_smem import CHUNK_STAGES, grad_bias_build, grad_bias_chunk
-from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
 
 FEW_ACCUMULATORS = 64  # registers a thread; with more, ptxas would spill some to let two blocks share an SM
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
+from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
+from cutlass_py_attn.kernels.sm80.kernel import warp_grid
 from cutlass_py_attn.launch.arch import Architecture, architecture
 from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Buffer, Build, Warps
 from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, GemmSpec
@@ -17,7 +18,6 @@ from cutlass_py_attn.launch.smem import BARRIER_BYTES, TILE_ALIGNMENT, swizzle_b
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
-from cutlass_py_attn.plan.sm80 import warp_grid
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 
@@ -41,11 +41,6 @@ _PRODUCT_WARPS = {
     "grad_k": "warps_grad_k",
     "grad_q": "warps_grad_q",
 }
-
-
-def spec_of(build: Build) -> GemmSpec:
-    """Returns the product of a component GEMM's Build."""
-    return importlib.import_module(f"cutlass_py_attn.kernels.component_gemms.{build.component_gemm}").spec(build)
 
 
 def plan_component_gemm(
