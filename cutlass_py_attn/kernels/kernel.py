@@ -70,6 +70,11 @@ class Kernel:
         return [name for name in features if name not in implemented]
 
 
+def fixed_order(build: Build) -> tuple[str, ...]:
+    """Returns (): all builds of the kernel take the same steps in the same order."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedKernel(Kernel):
     """A kernel body of attention, which has tiles.
@@ -82,6 +87,7 @@ class FusedKernel(Kernel):
     accumulator_limit: registers that a thread with accumulators may use
     num_splits_key: the blocks that share the keys of the same rows; of a backward, one (batch, key head)
     reason: how the blocks of a plan divide the work, from the values of the plan's names
+    steps: the steps of one iteration of its warpgroups, if their order is a choice
 
     Each but the first is asked about Builds without objections.
     """
@@ -94,6 +100,7 @@ class FusedKernel(Kernel):
     accumulator_limit: Callable[[Build, Architecture], int]
     num_splits_key: Callable[[Build], Expr]
     reason: Callable[[Problem, Build, Mapping[str, int]], str]
+    steps: Callable[[Build], tuple[str, ...]] = fixed_order
 
 
 def no_products(build: Build) -> tuple[Product, ...]:

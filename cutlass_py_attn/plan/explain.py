@@ -90,6 +90,8 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
         yield "rows of a score product", f"{build.score_rows} queries of a tile"
     if build.key_stages > 1:
         yield "key tiles in flight", str(build.key_stages)
+    if build.kind in ("forward", "backward") and (steps := fused_kernel_of(build).steps(build)):
+        yield "steps", ", ".join(step.replace("_", " ") for step in steps)
     yield "columns", _columns(build)
     yield "features", ", ".join(build.features) or "none"
     yield "access", _access(build)

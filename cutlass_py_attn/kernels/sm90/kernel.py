@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.kernels.kernel import TERMS, FusedKernel, Tile, no_products, no_splits
+from cutlass_py_attn.kernels.kernel import TERMS, FusedKernel, Tile, fixed_order, no_products, no_splits
 from cutlass_py_attn.kernels.sm90 import e4m3_layout as sm90_e4m3
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.kernels.sm90 import rules as tile_rules
@@ -22,6 +22,7 @@ from cutlass_py_attn.kernels.sm90.layout import (
     stored_tiles,
     tma_tiles,
 )
+from cutlass_py_attn.kernels.sm90.schedule import steps_of
 from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Build
@@ -355,6 +356,7 @@ BACKWARD: Final = FusedKernel(
     num_splits_key=num_splits_key,
     tensor_maps=_backward_maps,
     reason=_backward_reason(),
+    steps=steps_of,
 )
 # What the standard body and variant query_heads implement with score_rows.
 SCORE_ROWS_BACKWARD: Final = replace(BACKWARD, terms=_WITHOUT_DROPOUT)
@@ -405,6 +407,7 @@ TWO_CTA_BACKWARD: Final = replace(
             "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
         )
     ),
+    steps=fixed_order,
 )
 WIDE_BACKWARD: Final = replace(
     BACKWARD,
@@ -424,6 +427,7 @@ WIDE_BACKWARD: Final = replace(
             "of the gradient each, one warp loads"
         )
     ),
+    steps=fixed_order,
 )
 KERNELS: Final = (
     *(FORWARD, MULTICAST_FORWARD, SPLIT_KV_FORWARD, WIDE_FORWARD, E4M3_FORWARD, E4M3_CACHE_FORWARD),
