@@ -1,7 +1,23 @@
 """Artifact: a compiled Build with PTX, cubin, resources and parameters; and a folder of artifacts."""
 
 from __future__ import annotations
-
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.errors import CompileError
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.errors import Stale
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan.abi_digest import abi_digest
+from cutlass_py_attn.plan.build_json import expect_known
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem import typed_json
+from cutlass_py_attn.problem.scalars import path_objections
+from cutlass_py_attn.problem.scalars import shown
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 import contextlib
 import dataclasses
 import fcntl
@@ -9,17 +25,6 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from cutlass_py_attn.errors import AttentionError, NotSupported, Stale
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.build_json import expect_known
-from cutlass_py_attn.problem import typed_json
-from cutlass_py_attn.problem.scalars import path_objections, shown
 
 
 class NoPermission(AttentionError, PermissionError):
@@ -168,15 +173,28 @@ def artifact_from_files(description: bytes, ptx: bytes, cubin: bytes) -> Artifac
     return artifact
 
 
-def artifact_of(build: Build, kernels: Callable[[Build], object]) -> Artifact:
-    """Returns the artifact that `kernels` returns for a build; NotSupported if that is something else."""
-    found = kernels(build)
-    if not isinstance(found, Artifact):
-        raise NotSupported(
-            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
-            "`compile` does, such as Folder(path)"
-        )
-    return found
+def first_available(plans: Iterable[Plan], kernels: Callable[[Build], object]) -> tuple[Plan, Artifact]:
+    """Returns the first plan whose Artifact `kernels` returns, and the Artifact.
+
+    A plan is skipped if ptxas cannot compile its build without spills, or if a folder does not hold the build. If
+    all plans are skipped, the error of the first plan is raised. NotSupported: `kernels` returns something else.
+    """
+    first_error: CompileError | Stale | None = None
+    for plan in plans:
+        try:
+            artifact = kernels(plan.build)
+        except (CompileError, Stale) as error:
+            first_error = first_error or error
+            continue
+        if not isinstance(artifact, Artifact):
+            raise NotSupported(
+                f"kernels({plan.build.symbol}) = {shown(artifact)}: must be an Artifact; pass a function that returns "
+                "what `compile` does, such as Folder(path)"
+            )
+        return plan, artifact
+    if first_error is None:
+        raise ValueError("plans is empty: at least one is needed")
+    raise first_error
 
 
 def _texts(description: _Description) -> Iterator[str]:

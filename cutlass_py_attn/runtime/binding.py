@@ -1,36 +1,48 @@
 """Binds an Artifact to a GPU: a Bound launches the plan's kernels; only addresses change from call to call."""
 
 from __future__ import annotations
-
-import operator
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
-
-from cutlass_py_attn.artifact import Artifact, artifact_of
-from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.artifact import first_available
+from cutlass_py_attn.errors import DriverError
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
 from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.arch import runs_on as _runs_on
-from cutlass_py_attn.launch.build import ROW_KINDS, Build
-from cutlass_py_attn.plan import builder, launch_rules, planner, sm90_choice
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.build import ROW_KINDS
+from cutlass_py_attn.plan import builder
+from cutlass_py_attn.plan import launch_rules
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan import sm90_choice
 from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.plan import Launch, Plan
+from cutlass_py_attn.plan.append import plan_append
+from cutlass_py_attn.plan.merge import plan_merge
+from cutlass_py_attn.plan.plan import Launch
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
-from cutlass_py_attn.runtime import driver, kernel_launch
+from cutlass_py_attn.runtime import driver
+from cutlass_py_attn.runtime import kernel_launch
 from cutlass_py_attn.runtime.params import KernelParams
-from cutlass_py_attn.runtime.plan_launchers import (
-    MIN_GRAPH_LAUNCHES,
-    GraphLauncher,
-    Launcher,
-    StreamLauncher,
-    override_writers,
-)
+from cutlass_py_attn.runtime.plan_launchers import GraphLauncher
+from cutlass_py_attn.runtime.plan_launchers import Launcher
+from cutlass_py_attn.runtime.plan_launchers import MIN_GRAPH_LAUNCHES
+from cutlass_py_attn.runtime.plan_launchers import StreamLauncher
+from cutlass_py_attn.runtime.plan_launchers import override_writers
+from typing import Final
+import operator
+import threading
+import weakref
 
 _ADDRESS_END: Final = 1 << 64
 _MAX_STREAMS: Final = 16  # streams whose launchers one Bound keeps
@@ -257,36 +269,22 @@ def _check_types(artifact: object, plan: object, problem: object) -> None:
         raise NotSupported(reasons)
 
 
-def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
-    """Binds the first plan whose Artifact `kernels` returns; see `first_available`. Raises what `bind` raises too."""
-    plan, artifact = first_available(plans, kernels)
-    return bind(artifact, plan, problem, device)
-
-
-def first_available(plans: Sequence[Plan], kernels: Callable[[Build], Artifact]) -> tuple[Plan, Artifact]:
-    """Returns the first plan whose Artifact `kernels` returns, and the Artifact.
-
-    A plan is skipped if ptxas cannot compile its build without spills, or if a folder does not hold the build. If
-    all plans are skipped, the error of the first plan is raised.
-    """
-    first_error: CompileError | Stale | None = None
-    for plan in plans:
-        try:
-            return plan, artifact_of(plan.build, kernels)
-        except (CompileError, Stale) as error:
-            first_error = first_error or error
-    if first_error is None:
-        raise ValueError("plans is empty: at least one is needed")
-    raise first_error
-
-
-def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
+def bind_problem(
+    problem: Problem | AppendProblem | MergeProblem, kernels: Callable[[Build], Artifact], device: int = 0
+) -> Bound:
     """Plans the problem for GPU `device` and binds the best plan whose Artifact `kernels` returns.
 
-    NotSupported: there is no plan. The other errors are those of `bind_first`.
+    NotSupported: there is no plan. The other errors are those of `first_available` and `bind`.
     """
     gpu = driver.device(device)
-    return bind_first(planner.plans_on(problem, gpu.compute_capability, gpu.num_sms), problem, kernels, device)
+    if isinstance(problem, Problem):
+        plans = planner.plans_on(problem, gpu.compute_capability, gpu.num_sms)
+        plan, artifact = first_available(plans, kernels)
+        return bind(artifact, plan, problem, device)
+    arch = portable_arch(gpu.compute_capability)
+    plan = plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)
+    _, artifact = first_available([plan], kernels)
+    return bind(artifact, plan, device=device)
 
 
 def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
