@@ -1,23 +1,7 @@
 """Artifact: a compiled Build with PTX, cubin, resources and parameters; and a folder of artifacts."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.build_json import expect_known
-from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.problem import typed_json
-from cutlass_py_attn.problem.scalars import path_objections
-from cutlass_py_attn.problem.scalars import shown
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
 import contextlib
 import dataclasses
 import fcntl
@@ -25,6 +9,18 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cutlass_py_attn.errors import AttentionError, CompileError, NotSupported, Stale
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan.abi_digest import abi_digest
+from cutlass_py_attn.plan.build_json import expect_known
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem import typed_json
+from cutlass_py_attn.problem.scalars import path_objections, shown
 
 
 class NoPermission(AttentionError, PermissionError):

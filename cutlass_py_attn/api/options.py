@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, TypedDict, TypeGuard
+from typing import Any, Final, TypedDict, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -29,6 +30,8 @@ BACKENDS: Final = ("auto", "gpu", "reference")
 MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
 # Options whose values are hashable. Calls with the same values, of the same types, are checked once and may be cached.
+F = TypeVar("F", bound=Callable[..., Any])
+
 PLAIN_OPTIONS: Final = frozenset(
     (
         *("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key"),
@@ -121,7 +124,18 @@ def _has_integers(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
     return isinstance(array, np.ndarray) and array.dtype.kind in "iu"
 
 
-class AttentionOptions(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
+    """Options of scores, which every front end has; `AttentionOptions` describes them."""
+
+    mask: Mask
+    scale: float | None
+    bias: Any
+    softcap: float
+    alibi_slopes: Any
+    sinks: Any
+
+
+class AttentionOptions(ScoreOptions, total=False):
     """Options of forward and backward.
 
     The score of query i and key j is softcap * tanh(scale Q K^T / softcap) - alibi_slope * |i + num_keys -
@@ -146,12 +160,6 @@ class AttentionOptions(TypedDict, total=False):
         and caches them on disk.
     """
 
-    mask: Mask
-    scale: float | None
-    bias: Any
-    softcap: float
-    alibi_slopes: Any
-    sinks: Any
     dropout: Dropout | None
     score_terms: Mapping[str, Any]
     stream: object
@@ -287,6 +295,13 @@ class Options:
             found |= {"philox_seed": self.dropout.philox_seed, "philox_offset": self.dropout.philox_offset}
         return found
 
+    def outputs(self, direction: str) -> dict[str, Any]:
+        """Returns the caller's arrays for results, by their names in a Problem."""
+        if direction == "forward":
+            return {} if self.out is None else {"output": self.out}
+        outputs = {f"grad_{name}": getattr(self.out, name, None) for name in self.gradients}
+        return {name: array for name, array in outputs.items() if array is not None}
+
     @property
     def philox_on_device(self) -> bool:
         """Whether seed and offset of the dropout are arrays in device memory."""
@@ -294,23 +309,51 @@ class Options:
         return dropout is not None and dropout.is_active and not isinstance(dropout.philox_seed, int)
 
 
-def check_options(options: Mapping[str, Any], allowed: type) -> Options:
+def check_options(options: Mapping[str, Any], allowed: type, *more: str) -> Options:
     """Returns the options with defaults and Python numbers; NotSupported lists every unknown name and wrong value.
 
     options: all but the stream, which does not decide what is computed.
-    allowed: TypedDict of the allowed names.
+    allowed: TypedDict of the allowed names. more: other allowed names.
     """
     if not options.keys() <= PLAIN_OPTIONS:
-        return _check(options, allowed)
+        return _check(options, allowed, more)
     key = allowed, exact_key(options)
     try:
         checked = _checked.get(key)
     except TypeError:  # an unhashable value, such as a list in place of a tuple
-        return _check(options, allowed)
+        return _check(options, allowed, more)
     if checked is None:
-        checked = _check(options, allowed)
+        checked = _check(options, allowed, more)
         _checked.put(key, checked)
     return checked
+
+
+def takes_options(declared: type, **more: Any) -> Callable[[F], F]:
+    """Decorates a function with `**options`: help() and inspect.signature show each option, its type and its default.
+
+    declared: TypedDict of the options. more: defaults of options that are no fields of Options, or have another.
+
+    The function gets the options that a call gives and no others: a call is repeated by these few alone, and an option
+    that does not exist is refused together with everything else that is wrong with the call.
+    """
+    usual, others = Options(), {"stream": None, **more}
+
+    def declare(function: F) -> F:
+        signature = inspect.signature(function)
+        arguments = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=others.get(name, getattr(usual, name, inspect.Parameter.empty)),
+                annotation=kind.__forward_arg__,
+            )
+            for name, kind in declared.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*arguments, *keywords])  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 _checked: LruCache[Options] = LruCache(256)
@@ -336,8 +379,8 @@ def _types_of_numbers(mask: object) -> list[type]:
     return [type(getattr(mask, name)) for name in _NUMBERS_OF_MASKS.get(type(mask), ())]
 
 
-def _check(options: Mapping[str, Any], allowed: type) -> Options:
-    names = _names(allowed)
+def _check(options: Mapping[str, Any], allowed: type, more: tuple[str, ...]) -> Options:
+    names = _names(allowed, more)
     given = {name: option_value(name, value) for name, value in options.items()}
     reasons = unknown_options.objections(given, (*names, "stream"))
     if type(given.get("mask", Full())) not in masks.ALL.values():  # `Problem.reasons` checks the numbers of a mask
@@ -403,10 +446,9 @@ def philox_number(value: Any) -> Any:
 
 
 @functools.cache
-def _names(allowed: type) -> tuple[str, ...]:
-    """Returns the names that a TypedDict allows, in the order of Options."""
-    kinds = (*allowed.__mro__, allowed)
-    names = {name for kind in kinds for name in getattr(kind, "__annotations__", {})}
+def _names(allowed: type, more: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names that a TypedDict allows and those of `more`, in the order of Options."""
+    names = {*allowed.__annotations__, *more}
     return tuple(item.name for item in fields(Options) if item.name in names)
 
 

@@ -1,46 +1,32 @@
 """Files: writes a bundle's folder, completely or not at all, and reads it without compiler or CUDA toolkit."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.artifact import NoPermission
-from cutlass_py_attn.artifact import first_available
-from cutlass_py_attn.artifact import locked
-from cutlass_py_attn.artifact import unreadable
-from cutlass_py_attn.bundle import header
-from cutlass_py_attn.bundle import library
-from cutlass_py_attn.bundle import reading
-from cutlass_py_attn.bundle.arguments import export_objections
-from cutlass_py_attn.bundle.arguments import listed
-from cutlass_py_attn.bundle.dispatch import NEVER
-from cutlass_py_attn.bundle.dispatch import facts_of
-from cutlass_py_attn.bundle.dispatch import family_order
-from cutlass_py_attn.bundle.dispatch import is_for_some_lengths
-from cutlass_py_attn.bundle.dispatch import order_key
-from cutlass_py_attn.bundle.dispatch import preferred_when
-from cutlass_py_attn.bundle.manifest import Target
-from cutlass_py_attn.bundle.manifest import manifest
-from cutlass_py_attn.bundle.manifest import sealed
-from cutlass_py_attn.bundle.manifest import sha256
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from cutlass_py_attn.artifact import Artifact, NoPermission, first_available, locked, unreadable
+from cutlass_py_attn.bundle import header, library, reading
+from cutlass_py_attn.bundle.arguments import export_objections, listed
+from cutlass_py_attn.bundle.dispatch import (
+    NEVER,
+    facts_of,
+    family_order,
+    is_for_some_lengths,
+    order_key,
+    preferred_when,
+)
+from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.names import name_objections
-from cutlass_py_attn.bundle.reading import AGAIN
-from cutlass_py_attn.bundle.reading import ExportedProblem
-from cutlass_py_attn.bundle.reading import MANIFEST
-from cutlass_py_attn.bundle.replacing import objection
-from cutlass_py_attn.bundle.replacing import replace_folder
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS
-from cutlass_py_attn.bundle.rules import AnyProblem
-from cutlass_py_attn.bundle.rules import direction_of
-from cutlass_py_attn.bundle.rules import exported_plans
-from cutlass_py_attn.bundle.rules import plans
-from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.launch.arch import architecture
-from cutlass_py_attn.launch.arch import runs_on
+from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
+from cutlass_py_attn.bundle.replacing import objection, replace_folder
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
+from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.launch.arch import architecture, runs_on
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan import planner
@@ -49,16 +35,9 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import path_objections
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import path_objections, shown
 from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime.binding import Bound
-from cutlass_py_attn.runtime.binding import bind
-from pathlib import Path
-import contextlib
-import json
-import os
-import stat
+from cutlass_py_attn.runtime.binding import Bound, bind
 
 
 def export_bundle(

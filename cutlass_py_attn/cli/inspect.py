@@ -1,43 +1,32 @@
 """Inspect: PTX, SASS, steps, resources, memory map and instruction counts of a kernel, or a comparison of two."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.syntax import Syntax
+from rich.table import Table
+
 from cutlass_py_attn import extras
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.artifact import Folder
-from cutlass_py_attn.artifact import first_available
+from cutlass_py_attn.artifact import Artifact, Folder, first_available
 from cutlass_py_attn.cli import artifacts
-from cutlass_py_attn.cli.outputs import OutputFile
-from cutlass_py_attn.cli.outputs import show_slow_roads
-from cutlass_py_attn.cli.outputs import write_text
+from cutlass_py_attn.cli.outputs import OutputFile, show_slow_roads, write_text
 from cutlass_py_attn.cli.parameters import Choice
-from cutlass_py_attn.cli.selection import ARCHS
-from cutlass_py_attn.cli.selection import problems
+from cutlass_py_attn.cli.selection import ARCHS, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import default_arch
-from cutlass_py_attn.cli.target import plans_for
-from cutlass_py_attn.cli.target import plans_here
-from cutlass_py_attn.cli.target import sm90_arch
-from cutlass_py_attn.inspection import listing
-from cutlass_py_attn.inspection import sass
-from cutlass_py_attn.inspection.difference import difference
-from cutlass_py_attn.inspection.difference import text_difference
-from cutlass_py_attn.inspection.facts import InspectedKernel
-from cutlass_py_attn.inspection.facts import Json
-from cutlass_py_attn.inspection.facts import facts
-from cutlass_py_attn.inspection.facts import inspect_kernel
+from cutlass_py_attn.cli.target import default_arch, plans_for, plans_here, sm90_arch
+from cutlass_py_attn.inspection import listing, sass
+from cutlass_py_attn.inspection.difference import difference, text_difference
+from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from dataclasses import dataclass
-from pathlib import Path
-from rich.syntax import Syntax
-from rich.table import Table
-from typing import Any
-import click
-import json
 
 NO_SASS = f"No instruction counts: they need nvdisasm, {extras.remedy('inspect')}"
 

@@ -4,29 +4,7 @@
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
-from contextlib import nullcontext
-from cutlass_py_attn import extras
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.compilation import registry
-from cutlass_py_attn.compilation import report
-from cutlass_py_attn.compilation.cache import Cache
-from cutlass_py_attn.compilation.cubin import Cubin
-from cutlass_py_attn.compilation.cubin import read
-from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.errors import BreaksPlan
-from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.score_terms.registry import source_digest
-from dataclasses import dataclass
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-from typing import Final
+
 import ctypes
 import functools
 import gc
@@ -39,6 +17,21 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from cutlass_py_attn import extras
+from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.compilation import registry, report
+from cutlass_py_attn.compilation.cache import Cache
+from cutlass_py_attn.compilation.cubin import Cubin, read
+from cutlass_py_attn.errors import AttentionError, BreaksPlan, CompileError
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.score_terms.registry import source_digest
 
 _DSL: Final = "nvidia-cutlass-dsl"
 _NO_DSL: Final = f"{_DSL} is not installed, so nothing can be compiled: {extras.remedy('compile')}"

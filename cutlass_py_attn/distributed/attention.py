@@ -12,14 +12,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Unpack
+from typing import Any, Final, TypedDict, Unpack
 
 import numpy as np
 
-from cutlass_py_attn.api.declaration import implemented_by
+from cutlass_py_attn.api.attention import problem_of
 from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.api.options import AttentionOptions, Options, VariableLength, check_options
-from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.api.options import Options, ScoreOptions, VariableLength, check_options, takes_options
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed import gathered, heads, ring
@@ -30,7 +29,6 @@ from cutlass_py_attn.distributed.machine import Arrays, Machine
 from cutlass_py_attn.distributed.split import OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
 from cutlass_py_attn.errors import AttentionError, NotSupported
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import (
     ALL_GATHER,
@@ -47,6 +45,7 @@ from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 _COMPUTE: Final[dict[str, Any]] = {ALL_GATHER: gathered, ULYSSES: heads, RING: ring}
+_CONTEXT: Final[dict[str, Any]] = {"context_strategy": ALL_GATHER, "load_balance": None}  # defaults of its options
 _MESSAGE_BYTES: Final = 1024  # about a call, which all ranks compare
 _CALL, _REFUSAL = b"c", b"r"  # first byte of a message
 
@@ -55,8 +54,14 @@ class CallsDiffer(NotSupported):
     """The ranks of a group make different calls. Every rank raises it before it exchanges an array."""
 
 
-class ContextOptions(AttentionOptions, total=False):
-    """Options of a forward whose rows are split.
+class _OfGroup(TypedDict):
+    """What every call names. group: the ranks, from `connect` or `Group`."""
+
+    group: Group
+
+
+class ContextOptions(_OfGroup, ScoreOptions, total=False):
+    """Options of a forward whose rows are split: group, those of `AttentionOptions` but score_terms, and these.
 
     group: the ranks, from `connect` or `Group`.
     context_strategy: "all_gather" gathers keys and values; "ulysses" exchanges rows for heads; "ring" passes keys and
@@ -65,7 +70,10 @@ class ContextOptions(AttentionOptions, total=False):
     sequences: VariableLength(...) with NumPy arrays, which count the rows of all ranks; None if there is no packing.
     """
 
-    group: Group
+    dropout: Dropout | None
+    stream: object
+    backend: str
+    kernels: Callable[[Build], Artifact] | None
     context_strategy: str
     load_balance: str | None
     sequences: VariableLength | None
@@ -82,32 +90,8 @@ class ContextBackwardOptions(ContextOptions, total=False):
     deterministic: bool
 
 
-def _forward(query: Any, key: Any, value: Any, **options: Unpack[ContextOptions]) -> tuple[Any, Any]:
-    found = _call("forward", {"query": query, "key": key, "value": value}, options)
-    return found["output"], found["logsumexp"]
-
-
-@implemented_by(_forward)
-def attention_forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    group: Group,
-    context_strategy: str = "all_gather",
-    load_balance: str | None = None,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    bias: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: Dropout | None = None,
-    sequences: VariableLength | None = None,
-    stream: object = None,
-    backend: str = "auto",
-    kernels: Callable[[Build], Artifact] | None = None,
-) -> tuple[Any, Any]:
+@takes_options(ContextOptions, **_CONTEXT)
+def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ContextOptions]) -> tuple[Any, Any]:
     """Computes a rank's rows of attention over the rows of all ranks.
 
     query, key, value: the rank's rows (batch, rows, heads, head_dim); every rank has as many. They are as in
@@ -123,10 +107,12 @@ def attention_forward(
     NotSupported lists every reason before anything is exchanged, and the ranks that made another call. PeerLost: a
     rank did not come within the group's time limit, and the group is aborted.
     """
-    raise NotImplementedError
+    found = _call("forward", {"query": query, "key": key, "value": value}, options)
+    return found["output"], found["logsumexp"]
 
 
-def _backward(
+@takes_options(ContextBackwardOptions, **_CONTEXT)
+def attention_backward(
     grad_output: Any,
     query: Any,
     key: Any,
@@ -135,6 +121,13 @@ def _backward(
     logsumexp: Any,
     **options: Unpack[ContextBackwardOptions],
 ) -> Gradients:
+    """Computes the gradients of a rank's operands, of the loss of all ranks.
+
+    The options are those of `attention_forward`, which must be the same, and those of `ContextBackwardOptions`. The
+    gradients of sinks, and of a bias without rows, which every rank has whole, are summed over all ranks. Sums of
+    several parts are added in float32 in a fixed order: deterministic=True gives the same bits in every run with as
+    many ranks. The errors are those of `attention_forward`.
+    """
     operands = {
         "grad_output": grad_output,
         "query": query,
@@ -147,48 +140,11 @@ def _backward(
     return Gradients(**{name.removeprefix("grad_"): array for name, array in found.items()})
 
 
-@implemented_by(_backward)
-def attention_backward(
-    grad_output: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    output: Any,
-    logsumexp: Any,
-    *,
-    group: Group,
-    context_strategy: str = "all_gather",
-    load_balance: str | None = None,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    bias: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: Dropout | None = None,
-    sequences: VariableLength | None = None,
-    stream: object = None,
-    backend: str = "auto",
-    kernels: Callable[[Build], Artifact] | None = None,
-    grad_logsumexp: Any = None,
-    gradients: tuple[str, ...] = ("query", "key", "value"),
-    deterministic: bool = False,
-) -> Gradients:
-    """Computes the gradients of a rank's operands, of the loss of all ranks.
-
-    The options are those of `attention_forward`, which must be the same, and those of `ContextBackwardOptions`. The
-    gradients of sinks, and of a bias without rows, which every rank has whole, are summed over all ranks. Sums of
-    several parts are added in float32 in a fixed order: deterministic=True gives the same bits in every run with as
-    many ranks. The errors are those of `attention_forward`.
-    """
-    raise NotImplementedError
-
-
 def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) -> Arrays:
     """Returns the results by name."""
     rest = dict(options)
     stream = rest.pop("stream", None)
-    context = {name: rest.pop(name, default) for name, default in _DEFAULTS.items()}
+    context = {name: rest.pop(name, default) for name, default in {"group": None, **_CONTEXT}.items()}
     group = context["group"]
     if isinstance(group, Group):
         group.expect_open()
@@ -236,7 +192,7 @@ def _checked(direction: str, context: Mapping[str, Any], rest: Mapping[str, Any]
     """Returns the options of the call on all rows; NotSupported lists every reason."""
     reasons = [*_context_reasons(context)]
     try:
-        checked = check_options(rest, _ALLOWED[direction])
+        checked = check_options(rest, _ALLOWED[direction], "score_terms")  # refused below, with what to do
     except NotSupported as error:
         raise NotSupported([*reasons, *error.reasons]) from error
     if reasons := [*reasons, *_reasons(checked)]:
@@ -256,7 +212,6 @@ def _abort_on_error(group: Group) -> Iterator[None]:
         raise
 
 
-_DEFAULTS: Final[dict[str, Any]] = {"group": None, "context_strategy": ALL_GATHER, "load_balance": None}
 _ALLOWED: Final[dict[str, type]] = {"forward": ContextOptions, "backward": ContextBackwardOptions}
 
 

@@ -31,10 +31,9 @@ except ModuleNotFoundError as error:
 
 from cutlass_py_attn.api import options as api_options
 from cutlass_py_attn.api import unknown_options
-from cutlass_py_attn.api.declaration import implemented_by
-from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE, VariableLength
+from cutlass_py_attn.api.attention import of_cache
+from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE, ScoreOptions, VariableLength, takes_options
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.api.request import of_cache
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import (
@@ -60,7 +59,7 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.scalars import SCALARS, integer_of, shown
-from cutlass_py_attn.problem.split_rows import ULYSSES
+from cutlass_py_attn.problem.split_rows import ALL_GATHER, ULYSSES
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
@@ -81,7 +80,7 @@ __all__ = [
 ]
 
 
-class Options(TypedDict, total=False):
+class Options(ScoreOptions, total=False):
     """Options of `attention`. An option without a description is that of `cutlass_py_attn.attention_forward`.
 
     scale, softcap, dropout_p and the numbers of the mask are numbers that are known at trace time.
@@ -116,12 +115,6 @@ class Options(TypedDict, total=False):
     backend: "auto" and "gpu" compute on the GPU; "reference" computes on the host in NumPy float64, slowly.
     """
 
-    mask: Mask
-    scale: float | None
-    bias: Any
-    softcap: float
-    alibi_slopes: Any
-    sinks: Any
     score_terms: Mapping[str, Any]
     dropout_p: float
     dropout_key: Any
@@ -140,45 +133,18 @@ class Options(TypedDict, total=False):
     value_scale: Any
 
 
-def _attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
-    wants_logsumexp = options.get("return_logsumexp", False)
-    call, operands = _prepare({"query": query, "key": key, "value": value}, options, wants_logsumexp)
-    operands = _varying(call, operands)
-    if call.context is not None and call.context.strategy == ULYSSES:
-        found = ulysses.attend(_with_rows_of_logsumexp, call, operands)
-        return found if wants_logsumexp else found[0]
-    return _with_rows_of_logsumexp(call, operands) if wants_logsumexp else _traced(call, operands)[0]
-
-
-@implemented_by(_attention)
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    bias: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    score_terms: Mapping[str, Any] = {},
-    dropout_p: float = 0.0,
-    dropout_key: Any = None,
-    sequences: VariableLength | Paged | None = None,
-    deterministic: bool = False,
-    return_logsumexp: bool = False,
-    checkpoint_name: str = CHECKPOINT_NAME,
-    context_axis: str | None = None,
-    context_strategy: str = "all_gather",
-    load_balance: str | None = None,
-    kernels: Callable[[Build], Artifact] | None = None,
-    arch: str | None = None,
-    backend: str = "auto",
-    query_scale: Any = None,
-    key_scale: Any = None,
-    value_scale: Any = None,
-) -> Any:
+@takes_options(
+    Options,
+    dropout_p=0.0,
+    dropout_key=None,
+    return_logsumexp=False,
+    checkpoint_name=CHECKPOINT_NAME,
+    context_axis=None,
+    context_strategy=ALL_GATHER,
+    load_balance=None,
+    arch=None,
+)
+def attention(query: Any, key: Any, value: Any, **options: Unpack[Options]) -> Any:
     """Computes softmax(scale Q K^T + bias, masked) V, differentiable in query, key, value, bias and sinks.
 
     query: (batch, num_queries, num_heads, head_dim).
@@ -204,7 +170,13 @@ def attention(
     NotSupported lists every reason when the call is traced, among them shardings that cannot be split. When the program
     is lowered, NoDevice: there is no GPU, and `arch` is None; CompileError, Stale: there is no kernel.
     """
-    raise NotImplementedError
+    wants_logsumexp = options.get("return_logsumexp", False)
+    call, operands = _prepare({"query": query, "key": key, "value": value}, options, wants_logsumexp)
+    operands = _varying(call, operands)
+    if call.context is not None and call.context.strategy == ULYSSES:
+        found = ulysses.attend(_with_rows_of_logsumexp, call, operands)
+        return found if wants_logsumexp else found[0]
+    return _with_rows_of_logsumexp(call, operands) if wants_logsumexp else _traced(call, operands)[0]
 
 
 @unknown_options.refuses_unknown_options()

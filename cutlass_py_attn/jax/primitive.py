@@ -5,37 +5,30 @@ need neither a GPU nor the compiler.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from cutlass_py_attn.api import attention
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.artifact import first_available
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
+
+from cutlass_py_attn.api.calls import default_kernels
+from cutlass_py_attn.artifact import Artifact, first_available
 from cutlass_py_attn.errors import NoDevice
-from cutlass_py_attn.jax.handler import KEY
-from cutlass_py_attn.jax.handler import PAYLOAD
-from cutlass_py_attn.jax.handler import TARGET
-from cutlass_py_attn.jax.handler import WORKSPACE
-from cutlass_py_attn.jax.payload import Payload
-from cutlass_py_attn.jax.payload import key_of
+from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET, WORKSPACE
+from cutlass_py_attn.jax.payload import Payload, key_of
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan import performance
-from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan import performance, planner
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.score_terms.term import ScoreTerm
-from dataclasses import dataclass
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
-from jax.interpreters import xla
-from typing import Any
-from typing import Final
-import functools
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 Arrays = dict[str, Any]
 
@@ -83,7 +76,7 @@ def payload_of(kernels: Kernels) -> tuple[bytes, int, performance.Notice]:
     """Returns the packed payload of the best plan that has kernels, its workspace size (bytes), and its warning."""
     capability, num_sms = target_of(kernels.arch)
     plan, artifact = first_available(
-        planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or attention.default_kernels()
+        planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or default_kernels()
     )
     names = [name for name, _, _ in kernels.results]
     names += [WORKSPACE] if plan.workspace.bytes else []

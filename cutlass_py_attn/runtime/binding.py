@@ -1,48 +1,40 @@
 """Binds an Artifact to a GPU: a Bound launches the plan's kernels; only addresses change from call to call."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.artifact import first_available
-from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.errors import Stale
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from cutlass_py_attn.artifact import Artifact, first_available
+from cutlass_py_attn.errors import DriverError, NotSupported, Stale
 from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
 from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.arch import runs_on as _runs_on
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.build import ROW_KINDS
-from cutlass_py_attn.plan import builder
-from cutlass_py_attn.plan import launch_rules
-from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan import sm90_choice
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
+from cutlass_py_attn.plan import builder, launch_rules, planner, sm90_choice
 from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.merge import plan_merge
-from cutlass_py_attn.plan.plan import Launch
-from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import integer_of
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
-from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime import kernel_launch
+from cutlass_py_attn.runtime import driver, kernel_launch
 from cutlass_py_attn.runtime.params import KernelParams
-from cutlass_py_attn.runtime.plan_launchers import GraphLauncher
-from cutlass_py_attn.runtime.plan_launchers import Launcher
-from cutlass_py_attn.runtime.plan_launchers import MIN_GRAPH_LAUNCHES
-from cutlass_py_attn.runtime.plan_launchers import StreamLauncher
-from cutlass_py_attn.runtime.plan_launchers import override_writers
-from typing import Final
-import operator
-import threading
-import weakref
+from cutlass_py_attn.runtime.plan_launchers import (
+    MIN_GRAPH_LAUNCHES,
+    GraphLauncher,
+    Launcher,
+    StreamLauncher,
+    override_writers,
+)
 
 _ADDRESS_END: Final = 1 << 64
 _MAX_STREAMS: Final = 16  # streams whose launchers one Bound keeps

@@ -147,18 +147,15 @@ def test_vmap_joins_the_batch(axes: tuple[int | None, ...], batch: int, monkeypa
     gradients = jax.grad(loss(lambda q, k, v, b: ours(q, k, v, bias=b)), (0, 1, 2, 3))
     expected = jax.block_until_ready(items(gradients, axes, *stacked))  # computed before the calls are counted
     counted: list[tuple[int, ...]] = []
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(
-            calls.cpu_backend, name, functools.partial(_counting, counted, getattr(calls.cpu_backend, name))
-        )
+    monkeypatch.setattr(calls.cpu_backend, "compute", functools.partial(_counting, counted, calls.cpu_backend.compute))
     expect_close(jax.vmap(gradients, axes)(*stacked), expected)
     assert (3 * B, MQ, H, D) in counted
     assert len(counted) == 2
 
 
-def _counting(counted: list[tuple[int, ...]], real: Callable[..., Any], operands: Any, options: Any) -> Any:
-    counted.append(operands["query"].shape)
-    return real(operands, options)
+def _counting(counted: list[tuple[int, ...]], real: Callable[..., Any], request: Any) -> Any:
+    counted.append(request.arrays["query"].shape)
+    return real(request)
 
 
 def test_vmap_over_lengths_and_over_keys_of_dropout() -> None:

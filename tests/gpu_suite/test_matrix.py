@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import attention, cpu_backend
+from cutlass_py_attn.api import calls, cpu_backend
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.launch.arch import ARCHITECTURES
@@ -148,8 +148,8 @@ def emulate(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable
         return None if name in ("cuCtxSynchronize", "cuGraphExecDestroy") else real(name, *arguments, purpose=purpose)
 
     def start(**faults: float) -> None:
-        monkeypatch.setattr(attention, "_prepared_calls", LruCache(64))
-        monkeypatch.setattr(attention, "bind_kernels", lambda problem, ordinal, kernels: Emulated(problem, faults))
+        monkeypatch.setattr(calls, "_prepared", LruCache(64))
+        monkeypatch.setattr(calls, "bind_problem", lambda problem, kernels, ordinal: Emulated(problem, faults))
         monkeypatch.setattr(device_memory, "bind_problem", lambda problem, kernels: Emulated(problem, faults))
         monkeypatch.setattr(pytorch, "captured", lambda launch, stream: launch)
         monkeypatch.setattr(driver, "call", call)

@@ -1,8 +1,14 @@
 """Fake launch: stands in for `device_memory.GuardedLaunch` where there is no GPU, with given results."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
 from cutlass_py_attn.artifact import first_available
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plans_on
@@ -11,10 +17,6 @@ from cutlass_py_attn.reference.numpy_reference import DTYPES
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.guarded_check import Expected
-from types import SimpleNamespace
-from typing import Any
-import numpy as np
-import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 

@@ -19,7 +19,7 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Final
 
-from cutlass_py_attn.api.attention import default_kernels
+from cutlass_py_attn.api.calls import default_kernels
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.bench import harness, peers, timing

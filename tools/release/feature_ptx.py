@@ -5,41 +5,33 @@ committed. A kernel whose hash changed is no longer what the random cases of too
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from cutlass_py_attn.compilation import compiler
-from cutlass_py_attn.compilation.cache import Cache
-from cutlass_py_attn.errors import BreaksPlan
-from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.kernels.catalogue import KERNELS
-from cutlass_py_attn.kernels.catalogue import kernel_of
-from cutlass_py_attn.kernels.kernel import FusedKernel
-from cutlass_py_attn.kernels.kernel import Kernel
-from cutlass_py_attn.kernels.sm80 import kernel as sm80
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.variants import SPLIT_D
-from cutlass_py_attn.launch.variants import STANDARD
-from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.problem.masks import FORMS
-from cutlass_py_attn.problem.tensors import OPERANDS
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
-from cutlass_py_attn.score_terms import registry
-from cutlass_py_attn.testing.cases import ARCH
-from cutlass_py_attn.testing.cases import Case
-from cutlass_py_attn.testing.cases import SM90_ARCH
-from multiprocessing import get_context
-from pathlib import Path
-from tools.release import features
-from tools.release import record
-from typing import Final
+
 import functools
 import json
 import sys
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+from cutlass_py_attn.compilation import compiler
+from cutlass_py_attn.compilation.cache import Cache
+from cutlass_py_attn.errors import BreaksPlan, CompileError
+from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
+from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
+from cutlass_py_attn.kernels.sm80 import kernel as sm80
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_D, STANDARD
+from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.problem.masks import FORMS
+from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case
+from tools.release import features, record
 
 PATH: Final = "ptx/feature_ptx.json"
 WRITE: Final = "python -m tools.release.build_ptx --features"

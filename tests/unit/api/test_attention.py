@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NoDevice, NotSupported
@@ -43,7 +43,7 @@ def backward_operands(dtype: Any = BF16, num_queries: int = MQ, num_keys: int = 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
 
 
 def kernels(build: Build) -> Any:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api.attention import attention_forward, mla_attention_forward
+from cutlass_py_attn.api.attention import attention_forward, mla_attention_forward, problem_of
 from cutlass_py_attn.api.options import MlaOptions, Options, VariableLength, check_options
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import CausalBottomRight
 from cutlass_py_attn.problem.tensors import Tensor

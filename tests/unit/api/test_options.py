@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.results import Gradients
@@ -45,7 +45,7 @@ class Kernels:
 
 @pytest.fixture
 def kernels() -> Kernels:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
     return Kernels()
 
 
@@ -329,7 +329,7 @@ def test_clear_changes_every_element_and_no_gap(
 
 def test_dense_results_are_cleared_by_one_call(driver_log: FakeDriver) -> None:
     memory = np.ones(2000, "f2")
-    for shape, strides, calls in (
+    for shape, strides, count in (
         ((2, 5, 3, 8), (120, 24, 8, 1), 1),
         ((2, 5, 3, 8), (120, 8, 40, 1), 1),  # heads before rows
         ((2, 5, 3, 8), (360, 72, 8, 1), 1),  # a slice of packed gradients
@@ -338,4 +338,4 @@ def test_dense_results_are_cleared_by_one_call(driver_log: FakeDriver) -> None:
         driver_log.clear()
         with driver.device(0).current():
             fill.clear(Tensor(shape, strides, "float16"), memory.ctypes.data, 0)
-        assert len(driver_log.names) == calls
+        assert len(driver_log.names) == count

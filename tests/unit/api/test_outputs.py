@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.results import Gradients
@@ -25,7 +25,7 @@ RESULT = "each result must have memory of its own; pass separate arrays"
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
 
 
 def own(name: str, operand: str) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.api import repeated_calls, serving
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.serving import append_to_cache, merge_states
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan.append import plan_append
+from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.runtime import arrays, driver
 from tests.support import fake_libraries
 from tests.support.fake_driver import FakeDriver
@@ -24,8 +26,8 @@ PAGES, PAGE, HEADS, D, TOKENS = 3, 4, 2, 16, 5
 def _fresh(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Empty caches, both libraries, and the context of the GPU, in which CuPy allocates."""
     fake_libraries.install(monkeypatch)
-    serving._prepared.clear()
-    repeated_calls._calls.clear()
+    calls._prepared.clear()
+    calls._repeated.clear()
     with driver.device(0).current():
         driver_log.clear()
         yield
@@ -68,9 +70,7 @@ def test_a_known_layout_is_launched_at_once(driver_log: FakeDriver, reads: list[
     assert len(reads) == 1
     launches = driver_log.of("cuLaunchKernelEx")
     assert len(launches) == 3
-    build = serving.plan_append(
-        serving.AppendProblem.dense((TOKENS, HEADS, D), (PAGES, PAGE), "float16"), "sm_90"
-    ).build
+    build = plan_append(AppendProblem.dense((TOKENS, HEADS, D), (PAGES, PAGE), "float16"), "sm_90").build
     structs = [decode(build, launch.parameters) for launch in launches]
     assert len({struct["key"] for struct in structs}) == 3
     assert {struct["value_cache"] for struct in structs} == {given["value_cache"].data.ptr}

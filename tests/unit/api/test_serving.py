@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cutlass_py_attn.api import repeated_calls, serving
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_forward, mla_attention_forward
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.api.serving import append_to_cache, merge_states
@@ -28,8 +28,8 @@ TOKENS, HEADS, D, DV, PAGES, PAGE = 5, 2, 64, 32, 3, 4
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    serving._prepared.clear()
-    repeated_calls._calls.clear()
+    calls._prepared.clear()
+    calls._repeated.clear()
 
 
 class Kernels:

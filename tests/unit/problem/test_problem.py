@@ -62,7 +62,7 @@ def objections_of(module: str) -> Iterator[str]:
 
 TERMS = ("softcap", "bias", "dropout", "term")
 OBJECTING = (
-    *("problem/validation.py", "api/options.py", "api/request.py", "problem/masks.py"),
+    *("problem/validation.py", "api/options.py", "api/attention.py", "problem/masks.py"),
     *(f"score_terms/{name}.py" for name in TERMS),
 )
 

@@ -1,43 +1,28 @@
 """Tests of Bound: the driver gets the plan's launches in order with the right parameters, and no wait."""
 
 from __future__ import annotations
-from cutlass_py_attn.artifact import first_available
-from cutlass_py_attn.errors import DoesNotFit
-from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.errors import NoDevice
-from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.launch import abi
-from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.plan import Launch
-from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.plan import TensorMap
-from cutlass_py_attn.plan.plan import Workspace
-from cutlass_py_attn.plan.planner import plans
-from cutlass_py_attn.problem.masks import Causal
-from cutlass_py_attn.problem.masks import CausalBottomRight
-from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.spec import parse
-from cutlass_py_attn.problem.tensors import Shape
-from cutlass_py_attn.problem.tensors import Tensor
-from cutlass_py_attn.runtime import binding
-from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime import kernel_launch
-from cutlass_py_attn.runtime.binding import Bound
-from cutlass_py_attn.runtime.binding import bind
-from cutlass_py_attn.runtime.binding import portable_arch
-from tests.support.fake_driver import FakeDriver
-from tests.support.fakes import SHAPE
-from tests.support.fakes import addresses
-from tests.support.fakes import aligned
-from tests.support.fakes import artifact
-from tests.support.fakes import decode
-from tests.support.fakes import plan_of
-from typing import Any
+
 import dataclasses
 import math
+from typing import Any
+
 import numpy as np
 import pytest
+
+from cutlass_py_attn.artifact import first_available
+from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported, Stale
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
+from cutlass_py_attn.plan.planner import plans
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.spec import parse
+from cutlass_py_attn.problem.tensors import Shape, Tensor
+from cutlass_py_attn.runtime import binding, driver, kernel_launch
+from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
+from tests.support.fake_driver import FakeDriver
+from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 
 
 def bound_of(direction: str, **changes: Any) -> tuple[Problem, Plan, Bound]:

@@ -13,7 +13,7 @@ import pytest
 
 import cutlass_py_attn
 from cutlass_py_attn import distributed
-from cutlass_py_attn.api import attention, call_cache, options
+from cutlass_py_attn.api import attention, calls, options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal
 
@@ -87,7 +87,7 @@ def test_options_of_split_rows_are_keywords(name: str) -> None:
 def test_a_call_gets_the_options_that_were_given_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached call must not pay for options that it does not use."""
     seen: list[Any] = []
-    monkeypatch.setattr(call_cache, "lookup", lambda *arguments: (seen.append(arguments[2]), ("key", [1, 2]))[1])
+    monkeypatch.setattr(calls, "repeat", lambda *arguments: (seen.append(arguments[2]), ("key", [1, 2]))[1])
     array = np.ones((1, 2, 1, 8), "f4")
     assert cutlass_py_attn.attention_forward(array, array, array, mask=Causal(), stream=7) == (1, 2)
     assert seen == [{"mask": Causal()}]

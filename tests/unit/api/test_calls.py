@@ -1,4 +1,4 @@
-"""Tests of the call cache: a hit launches and returns as a validated call does; and which calls are misses."""
+"""Tests of repeated calls: they launch and return as a validated call does; and which calls are validated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import attention, call_cache, options
+from cutlass_py_attn.api import attention, calls, options
 from cutlass_py_attn.api.attention import attention_backward, attention_forward, mla_attention_forward
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, Full, Window
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.runtime import driver, frameworks
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -75,11 +76,11 @@ def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     for cached in (frameworks._torch_dtype, frameworks._torch_device):
         cached.cache_clear()
-    call_cache._calls.clear()
-    attention._prepared_calls.clear()
+    calls._repeated.clear()
+    calls._prepared.clear()
     driver.call("cuCtxSetCurrent", 0xC0)
     yield driver_log
-    call_cache._calls.clear()
+    calls._repeated.clear()
     for cached in (frameworks._torch_dtype, frameworks._torch_device):
         cached.cache_clear()
 
@@ -88,13 +89,13 @@ def log(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
 def validated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The directions of the calls that were validated."""
     directions: list[str] = []
-    real = attention._launch
+    real = calls.launch
 
-    def launch(direction: str, *rest: Any) -> Any:
-        directions.append(direction)
-        return real(direction, *rest)
+    def launch(request: attention.AttentionRequest, *rest: Any) -> Any:
+        directions.append(request.direction)
+        return real(request, *rest)
 
-    monkeypatch.setattr(attention, "_launch", launch)
+    monkeypatch.setattr(calls, "launch", launch)
     return directions
 
 
@@ -114,7 +115,7 @@ def test_a_cached_forward_launches_new_addresses(
         arrays = forward(make)
         addresses = [frameworks.framework_of(array).addresses([array])[0] for array in arrays]  # type: ignore[union-attr]
         (launch,) = log.of("cuLaunchKernelEx")
-        build = next(iter(attention._prepared_calls.values())).bound.plan.build  # type: ignore[union-attr]
+        build = next(iter(calls._prepared.values())).bound.plan.build  # type: ignore[union-attr]
         struct = decode(build, launch.parameters)
         assert [struct[name] for name in ("query", "key", "value", "output", "logsumexp")] == addresses, number
         assert [type(array) for array in arrays] == [make] * 5
@@ -146,7 +147,7 @@ def test_a_cached_backward_returns_the_requested_gradients(
         found = attention_backward(*operands, logsumexp, **options)
         assert isinstance(found, Gradients)
         struct = decode(
-            next(iter(attention._prepared_calls.values())).bound.plan.build, log.of("cuLaunchKernelEx")[-1].parameters
+            next(iter(calls._prepared.values())).bound.plan.build, log.of("cuLaunchKernelEx")[-1].parameters
         )  # type: ignore[union-attr]
         for name in ("query", "key", "value"):
             result = getattr(found, name)
@@ -205,7 +206,7 @@ def test_misaligned_arrays_are_not_cached(log: FakeDriver, validated: list[str])
     for shift in (1, 0, 1, 0):
         attention_forward(Tensor(SHAPE), Tensor(SHAPE), Tensor(SHAPE, shift=shift), **options)
     assert validated == ["forward"] * 3
-    assert len(call_cache._calls) == 1
+    assert len(calls._repeated) == 1
 
 
 SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [  # equal for Python; the second is no option
@@ -254,7 +255,7 @@ def test_numbers_of_numpy_are_those_of_python(log: FakeDriver, given: dict[str, 
         log.clear()
         driver.call("cuCtxSetCurrent", 0xC0)
         forward(**changes)
-        (prepared,) = attention._prepared_calls.values()
+        (prepared,) = calls._prepared.values()
         struct = decode(prepared.bound.plan.build, log.of("cuLaunchKernelEx")[-1].parameters)  # type: ignore[union-attr]
         launched.append({name: struct[name] for name in ("scale", "softcap", "window_left", "window_right")})
     assert launched[0] == launched[1] == launched[2]
@@ -283,23 +284,24 @@ def run_in_threads(work: Callable[[int], None]) -> list[BaseException]:
 
 def test_threads_store_calls_together(log: FakeDriver) -> None:
     """Each store evicts another thread's call."""
-    bound = RecordingBound(1.0, {})
-    operand = Array(4096, SHAPE, (120, 24, 8, 1), "float32", 0, "torch", None)
+    gpu, operand = driver.device(0), Array(4096, SHAPE, (120, 24, 8, 1), "float32", 0, "torch", None)
+    call = calls.PreparedCall(MergeProblem.dense(SHAPE, "float32"), {}, {"query": operand}, (), gpu)
 
     def work(number: int) -> None:
         for step in range(3000):
-            call_cache.store((number, step), bound, {"query": operand}, {})  # type: ignore[arg-type]
+            calls._repeated.put((number, step), call)
 
     assert run_in_threads(work) == []
-    assert len(call_cache._calls) == call_cache.MAX_CALLS
+    assert len(calls._repeated) == calls.MAX_REPEATED
 
 
 def test_threads_evict_prepared_and_cached_calls(log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads, whose calls evict each other's: none fails, and each launches with its own scale."""
-    monkeypatch.setattr(call_cache._calls, "size", 3)
-    monkeypatch.setattr(attention._prepared_calls, "size", 3)
+    monkeypatch.setattr(calls._repeated, "size", 3)
+    monkeypatch.setattr(calls._prepared, "size", 3)
     made: dict[float, list[int]] = {}
-    monkeypatch.setattr(attention, "bind_kernels", lambda problem, *_: RecordingBound(problem.scale, made))
+    monkeypatch.setattr(calls, "bind_problem", lambda problem, *_: RecordingBound(problem.scale, made))
+    monkeypatch.setattr(calls.performance, "warn", lambda plan: None)
 
     def work(number: int) -> None:
         driver.call("cuCtxSetCurrent", 0xC0)
@@ -309,7 +311,7 @@ def test_threads_evict_prepared_and_cached_calls(log: FakeDriver, monkeypatch: p
             assert query.data_ptr() in made[scale]
 
     assert run_in_threads(work) == []
-    assert len(call_cache._calls) <= 3
+    assert len(calls._repeated) <= 3
     assert sum(map(len, made.values())) == 8 * 30
 
 
@@ -317,7 +319,7 @@ class RecordingBound:
     """Takes the place of a Bound: records the address of query by scale."""
 
     def __init__(self, scale: float, made: dict[float, list[int]]) -> None:
-        self.device = driver.device(0)
+        self.plan = None
         self._calls = made.setdefault(scale, [])
 
     def __call__(self, pointers: dict[str, int], stream: int) -> None:
@@ -334,10 +336,10 @@ def test_gradients_named_twice_are_refused_before_a_launch(log: FakeDriver) -> N
 
 
 def test_number_of_cached_calls_is_limited(log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache._calls, "size", 2)
+    monkeypatch.setattr(calls._repeated, "size", 2)
     for scale in (0.1, 0.2, 0.3):
         forward(scale=scale)
-    assert len(call_cache._calls) == 2
+    assert len(calls._repeated) == 2
 
 
 def test_empty_problems_are_filled_each_time(log: FakeDriver, validated: list[str]) -> None:
@@ -347,4 +349,4 @@ def test_empty_problems_are_filled_each_time(log: FakeDriver, validated: list[st
         attention_forward(Tensor(SHAPE), Tensor((2, 0, 3, 8)), Tensor((2, 0, 3, 8)), **options)
         assert log.of("cuMemsetD2D32Async")
     assert validated == ["forward"] * 2
-    assert len(call_cache._calls) == 0
+    assert len(calls._repeated) == 0
