@@ -24,6 +24,7 @@ from cutlass_py_attn.plan.preconditions import Condition
 from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
+from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import DIRECTIONS, KEY_ROPE
 
@@ -104,7 +105,7 @@ def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]
 
     That of key_rope has as many rows with pages of any size.
     """
-    if name == KEY_ROPE or launch_rules.batch_axis(problem, entry_points.mapped_field(name)) != "page":
+    if name == KEY_ROPE or not launch_rules.is_pool(of_tensor(problem, entry_points.mapped_field(name))):
         return tuple(map(Number, box))
     columns, _, *others = box
     return Number(columns), minimum(PAGE_SIZE, most_box_rows(build)), *map(Number, others)

@@ -26,10 +26,11 @@ from cutlass_py_attn.plan.builder import build_for, builds_for
 from cutlass_py_attn.plan.families import FAMILIES, Family
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
 from cutlass_py_attn.plan.sm90_choice import LEAST_PAGE_SIZE
+from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import BIASES, FLOAT8
+from cutlass_py_attn.problem.tensors import FLOAT8
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
@@ -336,17 +337,13 @@ def _pieces(launch: Launch) -> Iterator[Launch]:
 def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[TensorMap]:
     """Yields the tensor maps of what TMA loads and stores, in the order of the kernel's parameters."""
     for name, tile in kernel_of(build).tensor_maps(build).items():
-        field = entry_points.mapped_field(name)
-        outer = launch_rules.batch_axis(problem, field)
-        axes = ("batch", "head", "row") if field in BIASES else (outer, "row", "head")
-        names = dict(values)
-        for axis, stride in zip(axes, getattr(problem, field).strides, strict=False):
-            names[f"{field}_{axis}"] = stride
+        operand = of_tensor(problem, entry_points.mapped_field(name))
+        names = {**values, **operand.strides}
         sizes, strides = (
             tuple(rule.evaluate(names) for rule in side) for side in launch_rules.tensor_map(problem, name)
         )
-        box, swizzle = _box(build, field, tile, len(sizes), values.get("page_size"))
-        yield TensorMap(field, sizes, strides, box, swizzle)
+        box, swizzle = _box(build, operand.name, tile, len(sizes), values.get("page_size"))
+        yield TensorMap(operand.name, sizes, strides, box, swizzle)
 
 
 def _box(

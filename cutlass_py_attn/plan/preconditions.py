@@ -34,18 +34,17 @@ from cutlass_py_attn.launch.names import (
 from cutlass_py_attn.launch.variants import PER_HEAD, PERSISTENT
 from cutlass_py_attn.plan import backward_choice, entry_parameters, sm90_choice
 from cutlass_py_attn.plan.launch_rules import (
-    BIAS_SIZES,
     MAX_GRID_YZ,
     MAX_INT32,
     VALUE_PAGE_ROWS,
-    batch_axis,
-    bias_axes,
     grids_of,
     shape,
+    strides,
     total_tiles,
     workspace,
 )
 from cutlass_py_attn.problem.masks import UNLIMITED
+from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE, OPERAND_BYTES
@@ -71,7 +70,7 @@ def conditions(problem: Problem, build: Build) -> list[Condition]:
         *_factors(problem, build),
         *_strides(problem, build),
         *_biases(problem, build),
-        *_overlaps(problem),
+        *(distinct(operand) for operand in problem.operands().values() if operand.is_written and operand.strides),
         *_sees_keys(build),
     ]
 
@@ -170,23 +169,16 @@ def _edges(build: Build) -> Iterator[Condition]:
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
-    for name, tensor in problem.tensors().items():
-        if name not in (*BMHK, KEY_ROPE):
-            continue
-        unit = build.vector_bytes // OPERAND_BYTES[tensor.dtype]
-        axes = batch_axis(problem, name), "row", "head"
-        for axis, size in zip(axes, shape(problem, name), strict=False):
-            stride = Name(f"{name}_{axis}")
-            if unit > 1:
-                yield (step(size, stride, 0) % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
+    operands = problem.operands()
+    for name in (name for name in (*BMHK, KEY_ROPE) if name in operands):
+        unit = build.vector_bytes // OPERAND_BYTES[operands[name].tensor.dtype]
+        for size, stride in list(zip(shape(operands[name]), strides(operands[name]), strict=True))[:3]:
+            yield from multiple(size, stride, unit)
             if name in mapped(build):
                 yield from _map_stride(build, size, stride)
     if build.reads_value_in_key:
-        for axis in (batch_axis(problem, "key"), "row", "head"):
-            yield (
-                Name(f"value_{axis}").equals(Name(f"key_{axis}")),
-                f"value_{axis} must be key_{axis}: value is the first columns of key",
-            )
+        for of_value, of_key in zip(operands["value"].strides, operands["key"].strides, strict=True):
+            yield Name(of_value).equals(Name(of_key)), f"{of_value} must be {of_key}: value is the first columns of key"
     if build.vector_bytes > build.item_bytes and problem.grad_output is not None:
         yield (
             Name("grad_output_column").equals(1),
@@ -194,7 +186,25 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
         )
 
 
-def _map_stride(build: Build, size: Expr, stride: Name) -> Iterator[Condition]:
+def multiple(size: Expr, stride: Expr, unit: int) -> Iterator[Condition]:
+    """Yields the condition that a stride is a multiple of `unit` elements."""
+    if unit > 1:
+        yield (step(size, stride, 0) % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
+
+
+def distinct(operand: Operand) -> Condition:
+    """Returns the condition that no two indices of a result have the same element.
+
+    For sizes that were changed without the strides they may.
+    """
+    pairs = chain.from_iterable(zip(shape(operand), strides(operand), strict=True))
+    says = (
+        f"rows of {operand.name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
+    )
+    return call("distinct", *pairs).equals(1), says
+
+
+def _map_stride(build: Build, size: Expr, stride: Expr) -> Iterator[Condition]:
     most = MAX_MAP_STRIDE_BYTES // build.item_bytes
     yield step(size, stride, 1) > 0, f"{stride} must be above 0: a tensor map steps forward"
     yield step(size, stride, 1) <= most, f"{stride} must be at most {most}, as in any tensor map"
@@ -204,17 +214,20 @@ def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
     access = {"bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
     for name in (name for name in BIASES if access[name] > build.item_bytes):
         unit = access[name] // build.item_bytes
-        for stride in (Name(f"{name}_{axis}") for axis in ("batch", "head", "row")):
-            yield (stride % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
-        yield Name(f"{name}_column").equals(1), f"{name}_column must be 1: rows are read {unit} elements at a time"
+        *others, column = map(Name, of_tensor(problem, name).strides)
+        for other in others:
+            yield (other % unit).equals(0), f"{other} must be a multiple of {unit} elements"
+        yield column.equals(1), f"{column} must be 1: rows are read {unit} elements at a time"
         yield (NUM_KEYS % unit).equals(0), f"num_keys must be a multiple of {unit}, for {name}"
     if problem.grad_bias is None:
         return
+    grad_bias = of_tensor(problem, "grad_bias")
+    sizes = shape(grad_bias)
     if "grad_bias" in mapped(build):
-        for axis, size in zip(("batch", "head", "row"), bias_axes(problem.grad_bias), strict=False):
-            yield from _map_stride(build, size, Name(f"grad_bias_{axis}"))
+        for size, stride in list(zip(sizes, strides(grad_bias), strict=True))[:3]:
+            yield from _map_stride(build, size, stride)
     summed = "" if build.grad_bias_mode in ("main", "none") else build.grad_bias_mode
-    for letter, size, whole in zip("bhqk", bias_axes(problem.grad_bias), BIAS_SIZES, strict=True):
+    for letter, size, whole in zip("bhqk", sizes, (BATCH, NUM_HEADS, NUM_QUERIES, NUM_KEYS), strict=True):
         if size == ONE and letter not in summed:
             yield whole.equals(1), f"{whole} must be 1: grad_bias is not summed over it; export a problem with more"
 
@@ -257,19 +270,6 @@ def _is_at_most(factor: Expr, limit: Term) -> Expr:
 def _is_zero_or(factor: Expr, least: Term) -> Expr:
     """Returns an expression that is 1 if a factor is 0 or has at least this magnitude; not for NaN."""
     return factor.equals(0) + (factor >= least) + (0 - factor >= least) >= 1
-
-
-def _overlaps(problem: Problem) -> Iterator[Condition]:
-    """No two indices of a result have the same element: for sizes that were changed without the strides they may."""
-    for name in problem.tensors():
-        is_read = name == "grad_output" or (name != "output" and not name.startswith("grad_"))
-        if is_read or (name == "output" and problem.direction == "backward"):
-            continue
-        axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head", "")
-        strides = (Name(f"{name}_{axis}") if axis else ONE for axis in axes)
-        pairs = chain.from_iterable(zip(shape(problem, name), strides, strict=True))
-        says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
-        yield call("distinct", *pairs).equals(1), says
 
 
 def _sees_keys(build: Build) -> Iterator[Condition]:

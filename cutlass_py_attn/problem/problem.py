@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem import masks, operands
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.operands import Operand
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.quantization import ROW, SCALES, granularity, output_dtype
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
@@ -135,13 +136,13 @@ class Problem:
 
         query, key, value = (tensor(name) for name in OPERANDS)
         output = Tensor.contiguous(shape.of("output"), output_dtype(dtype))
-        operands = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
+        found = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
         if shape.tokens is not None:
-            operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
+            found = found.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
         if direction != "backward":
-            return operands
+            return found
         gradients = ("grad_output", "grad_query", "grad_key", "grad_value")
-        return operands.replace(**{name: tensor(name) for name in gradients})
+        return found.replace(**{name: tensor(name) for name in gradients})
 
     @property
     def shape(self) -> Shape:
@@ -258,6 +259,10 @@ class Problem:
             found |= self.pages.arrays()
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
+
+    def operands(self) -> dict[str, Operand]:
+        """Returns every array by name, with what its axes count, in the order in which a launch names them."""
+        return operands.of_problem(self)
 
     def with_value_in_key(self) -> Problem:
         """Returns the problem with the first head_dim_value columns of key as value."""

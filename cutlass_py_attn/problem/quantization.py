@@ -66,25 +66,6 @@ def shapes(problem: Problem, name: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def strides(problem: Problem) -> dict[str, int]:
-    """Returns the strides (elements) of the scales of e4m3 codes; 0 along an axis that a scale does not have."""
-    if not has_codes(problem):
-        return {}
-    names: tuple[str, ...] = SCALES
-    axes: tuple[str, ...] = OPERAND_AXES
-    if problem.has_e4m3_cache:
-        names, axes = (CACHE_SCALES, CACHE_AXES) if problem.key_rope is None else (CACHE_SCALES[:1], TILE_AXES)
-    first = "batch" if problem.pages is None else "page"
-    of_granularity = {TENSOR: (), HEAD: ("head",), BATCH_HEAD: ("batch", "head"), ROW: (first, "row", "head")}
-    of_granularity[TILE] = (first, "row", "head", "tile")
-    found = {f"{name}_{axis}": 0 for name in names for axis in axes}
-    for name in (name for name in names if name in problem.scales):
-        scale = problem.scales[name]
-        steps = zip(of_granularity[granularity(scale)], scale.steps, strict=False)
-        found |= {f"{name}_{axis}": step for axis, step in steps}
-    return found
-
-
 def objections(problem: Problem) -> Iterator[str]:
     """Yields every reason to refuse the dtypes of e4m3 codes and their scales."""
     yield from _dtype_objections(problem)

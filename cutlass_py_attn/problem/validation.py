@@ -194,12 +194,14 @@ def _size_objections(problem: Problem) -> Iterator[str]:
             "multiple of key's; repeat or drop heads"
         )
     for name, tensor in problem.tensors().items():
+        if name not in BMHK:
+            continue
         wanted = (problem.query.shape[0], *shape.of(name)[1:])
         if problem.pages is not None and name in ("key", "value"):
             wanted = shape.of(name)
         if problem.key_rope is not None and name == "key":  # whose last columns are those of key_rope
             wanted = (*wanted[:3], max(wanted[3] - problem.key_rope.shape[3], 0))
-        if name in BMHK and tensor.shape != wanted:
+        if tensor.shape != wanted:
             yield (
                 f"{name} has shape {tensor.shape}: must be {wanted} to match query {problem.query.shape}, "
                 f"key {problem.key.shape} and value {problem.value.shape}; reshape it"

@@ -371,12 +371,10 @@ def test_preconditions_hold_and_bind_the_strides_of_value() -> None:
 
 
 def _strides(problem: Problem) -> dict[str, int]:
-    found = {}
-    for name in ("query", "key", "value", "output"):
-        axes = (launch_rules.batch_axis(problem, name), "row", "head")
-        tensor: Tensor = getattr(problem, name)
-        found |= {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.strides, strict=False)}
-    return found
+    operands = problem.operands()
+    return {
+        field: step for name in ("query", "key", "value", "output") for field, step in operands[name].strides.items()
+    }
 
 
 CODES = f"{PAGED}_kv8_descaletile"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem import quantization
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor
@@ -128,7 +127,7 @@ def test_latent_caches_with_columns_of_16_bits(pages: str) -> None:
     assert problem.key == problem.value == Tensor.contiguous((*rows, 512), "float8_e4m3fn")
     assert problem.key_scale == Tensor.contiguous((*rows, 4), "float32")
     assert problem.shape.head_dim == 576
-    assert quantization.strides(problem)["key_scale_tile"] == 1
+    assert problem.operands()["key_scale"].strides["key_scale_tile"] == 1
     assert from_json(to_json(problem)) == problem
     packed = problem.replace(  # rows of 656 bytes
         key=Tensor(problem.key.shape, (656 * rows[1], 656, 656, 1), "uint8"),
@@ -136,7 +135,7 @@ def test_latent_caches_with_columns_of_16_bits(pages: str) -> None:
         key_scale=Tensor((*rows, 4), (164 * rows[1], 164, 164, 1), "float32"),
     ).with_value_in_key()
     assert packed.reasons() == []
-    assert quantization.strides(packed)["key_scale_row"] == 164
+    assert packed.operands()["key_scale"].strides["key_scale_row"] == 164
 
 
 @pytest.mark.parametrize(
