@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
+from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.launch.arch import architecture
@@ -68,8 +68,8 @@ def facts_of(problem: AnyProblem, build: Build) -> Facts:
     """Returns the facts of the kernels that were exported for a problem."""
     if not isinstance(problem, Problem):
         dims = build.head_dim, build.head_dim_value
-        names = direction_of(problem), build.dtype
-        return Facts(*names, *dims, build.mask, features_of(problem), (), False, (), 0)
+        names = problem.direction, build.dtype
+        return Facts(*names, *dims, build.mask, problem.features, (), False, (), 0)
     backward = problem.direction == "backward"
     return Facts(
         problem.direction,

@@ -24,7 +24,7 @@ from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.names import name_objections
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
 from cutlass_py_attn.bundle.replacing import objection, replace_folder
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, exported_plans, plans
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.launch.arch import architecture, runs_on
 from cutlass_py_attn.launch.build import Build
@@ -130,7 +130,7 @@ def _without_options(problem: AnyProblem) -> AnyProblem:
 def _identity(target: Target, is_library: bool) -> tuple[object, ...]:
     """Returns what two targets with the same kernels for the same calls have in common."""
     build = target.plan.build
-    return (facts_of(target.problem, build), build) if is_library else (direction_of(target.problem), build)
+    return (facts_of(target.problem, build), build) if is_library else (target.problem.direction, build)
 
 
 def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
@@ -167,7 +167,7 @@ class Bundle:
     @property
     def directions(self) -> tuple[str, ...]:
         """The directions of the bundle: forward, backward or both; of a library also append and merge."""
-        found = {direction_of(item.problem) for item in self._exported}
+        found = {item.problem.direction for item in self._exported}
         return tuple(direction for direction in ALL_DIRECTIONS if direction in found)
 
     @property
@@ -212,7 +212,7 @@ class Bundle:
         return bind(self(plan.build), plan, wanted if isinstance(wanted, Problem) else None, gpu.ordinal)
 
     def _of(self, direction: str) -> list[ExportedProblem]:
-        found = [item for item in self._exported if direction_of(item.problem) == direction]
+        found = [item for item in self._exported if item.problem.direction == direction]
         if not found:
             raise NotSupported(
                 f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
@@ -237,7 +237,7 @@ def _problem_objections(problem: object) -> list[str]:
 def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], name: str, is_library: bool) -> None:
     """Raises NotSupported with every objection to the arguments of an export."""
     reasons = [reason for problem in problems for reason in problem.reasons()]
-    directions = [direction_of(problem) for problem in problems]
+    directions = [problem.direction for problem in problems]
     if not problems:
         reasons.append("problems is empty: must be a forward, a backward or one of each; pass one")
     if len(set(directions)) < len(directions) and not is_library:
@@ -328,4 +328,4 @@ def _preference(target: Target) -> tuple[int, bool, tuple[int, int]]:
     """Sort key: forward, backward, append, merge, then targets for one generation alone, then the newest target."""
     limits = target.plan.architecture
     major, minor = limits.compute_capability
-    return ALL_DIRECTIONS.index(direction_of(target.problem)), limits.is_portable, (-major, -minor)
+    return ALL_DIRECTIONS.index(target.problem.direction), limits.is_portable, (-major, -minor)

@@ -18,16 +18,7 @@ from cutlass_py_attn.artifact import Artifact, Kernel
 from cutlass_py_attn.bundle.dispatch import Facts, facts_of, preferred_when
 from cutlass_py_attn.bundle.inputs import Pointer
 from cutlass_py_attn.bundle.numbers import meaning
-from cutlass_py_attn.bundle.rules import (
-    AnyProblem,
-    Rules,
-    direction_of,
-    dtype_of,
-    features_of,
-    rules_of,
-    tensor_map_box,
-    to_json,
-)
+from cutlass_py_attn.bundle.rules import AnyProblem, Rules, rules_of, tensor_map_box, to_json
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.kernels.decode.layout import combine_bytes
 from cutlass_py_attn.launch import abi, entry_points
@@ -71,13 +62,13 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
         problem, build = target.problem, target.plan.build
         rules = rules_of(problem, build)
         found = problems.setdefault(problem, {
-            "direction": direction_of(problem),
+            "direction": problem.direction,
             "problem": to_json(problem),
-            "dtype": dtype_of(problem),
+            "dtype": problem.dtype,
             "head_dim": build.head_dim,
             "head_dim_value": build.head_dim_value,
             "mask": build.mask,
-            "features": list(features_of(problem)),
+            "features": list(problem.features),
             "inputs": {key: dataclasses.asdict(item) for key, item in rules.inputs.items()},
             "pointers": {key: _pointer(item) for key, item in rules.pointers.items()},
             "targets": [],
@@ -172,7 +163,7 @@ def _expect_kernels(target: Target) -> None:
 
 def _expect(problem: AnyProblem, required: Sequence[Condition], names: Mapping[str, float]) -> None:
     """Raises NotSupported with every condition that does not hold."""
-    broken = [f"{direction_of(problem)}: {says}" for rule, says in required if not rule.evaluate(names)]
+    broken = [f"{problem.direction}: {says}" for rule, says in required if not rule.evaluate(names)]
     if broken:
         raise NotSupported(list(dict.fromkeys(broken)))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cutlass_py_attn.bundle import numbers, row_numbers, row_rules
+from cutlass_py_attn.bundle import numbers, row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
 from cutlass_py_attn.kernels.common.layout import RAGGED_STRIDE_BYTES, most_box_rows
 from cutlass_py_attn.launch import entry_points
@@ -69,11 +69,11 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
             launch_rules.grids_of(problem, build),
             launch_rules.workspace(build),
         )
-    given = row_numbers.inputs(problem)
+    given = row_rules.inputs(problem)
     defined = row_rules.definitions(problem)
     return Rules(
         given,
-        row_numbers.pointers(problem, build),
+        row_rules.pointers(problem, build),
         row_rules.conditions(problem, build),
         row_rules.limits(problem),
         defined,
@@ -109,21 +109,6 @@ def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]
         return tuple(map(Number, box))
     columns, _, *others = box
     return Number(columns), minimum(PAGE_SIZE, most_box_rows(build)), *map(Number, others)
-
-
-def direction_of(problem: AnyProblem) -> str:
-    """Returns one of ALL_DIRECTIONS."""
-    return problem.direction if isinstance(problem, Problem) else row_rules.direction_of(problem)
-
-
-def dtype_of(problem: AnyProblem) -> str:
-    """Returns the dtype of the rows that the kernels read."""
-    return problem.dtype if isinstance(problem, Problem) else row_rules.dtype_of(problem)
-
-
-def features_of(problem: AnyProblem) -> tuple[str, ...]:
-    """Returns the features of the problem by name."""
-    return problem.features if isinstance(problem, Problem) else row_rules.features_of(problem)
 
 
 def plans(problem: AnyProblem, arch: str, num_sms: int | None = None) -> list[Plan]:

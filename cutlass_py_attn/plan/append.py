@@ -16,15 +16,8 @@ from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
 from cutlass_py_attn.plan.planner import arch_objections
-from cutlass_py_attn.problem.append import (
-    CACHES,
-    GIVEN_SCALES,
-    NO_SCALES,
-    ROW_SCALES,
-    SCALES,
-    TILE_SCALES,
-    AppendProblem,
-)
+from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
@@ -61,7 +54,7 @@ def plan_append(problem: AppendProblem, arch: str) -> Plan:
     build = row_build("append", _VARIANTS[problem.scales], arch, problem.key.dtype, dims, vector)
     rows = problem.tokens * problem.num_heads_key
     params = (
-        *_strides(problem),
+        *strides(problem),
         ("page_size", problem.key_cache.shape[1]),
         ("num_slots", problem.num_slots),
         ("num_heads_key", problem.num_heads_key),
@@ -70,26 +63,9 @@ def plan_append(problem: AppendProblem, arch: str) -> Plan:
     return row_plan(build, rows, 0 if problem.is_empty else rows, params, _REASONS[problem.scales])
 
 
-def _strides(problem: AppendProblem) -> tuple[tuple[str, int], ...]:
-    """Returns the strides of every tensor (elements); 0 along the axes that a given scale does not have."""
-    found = {
-        f"{name}_{axis}": step for name in ("key", "value") for axis, step in _axes(name, problem, ("row", "head"))
-    }
-    for name in CACHES:
-        found |= {f"{name}_{axis}": step for axis, step in _axes(name, problem, ("page", "row", "head"))}
-    of_scales = ("page", "row", "head", *(("tile",) if problem.scales == TILE_SCALES else ()))
-    for name in SCALES:
-        tensor: Tensor | None = getattr(problem, name)
-        if tensor is not None:
-            axes = of_scales[-len(tensor.shape) :] if tensor.shape else ()
-            found |= {f"{name}_{axis}": 0 for axis in of_scales}
-            found |= {f"{name}_{axis}": step for axis, step in zip(axes, tensor.steps, strict=True)}
-    return tuple(found.items())
-
-
-def _axes(name: str, problem: AppendProblem, axes: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Returns the strides of the leading axes by name."""
-    return list(zip(axes, getattr(problem, name).steps, strict=False))
+def strides(problem: AppendProblem | MergeProblem) -> tuple[tuple[str, int], ...]:
+    """Returns the strides of every array (elements) by their struct fields."""
+    return tuple(field for operand in problem.operands().values() for field in operand.strides.items())
 
 
 def vector_elements(*tensors: Tensor) -> int:

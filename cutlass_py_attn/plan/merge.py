@@ -6,7 +6,7 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
-from cutlass_py_attn.plan.append import row_build, row_plan, vector_elements
+from cutlass_py_attn.plan.append import row_build, row_plan, strides, vector_elements
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import arch_objections
 from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
@@ -37,17 +37,11 @@ def plan_merge(problem: MergeProblem, arch: str) -> Plan:
         raise NotSupported(reasons)
     _, tokens, num_heads, columns = problem.output_a.shape
     tensors = [getattr(problem, name) for name in OUTPUTS]
-    features = ("varlen",) if problem.is_packed else ()
     dtype, vector = problem.output_b.dtype, vector_elements(*tensors)
     variant = variant_of(problem)
-    build = row_build("merge", variant, arch, dtype, (columns, columns), vector, features)
-    strides = {
-        f"{name}_{axis}": step
-        for name, tensor in zip(OUTPUTS, tensors, strict=True)
-        for axis, step in zip(("batch", "row", "head"), tensor.steps, strict=False)
-    }
+    build = row_build("merge", variant, arch, dtype, (columns, columns), vector, problem.features)
     params = (
-        *strides.items(),
+        *strides(problem),
         ("num_heads", num_heads),
         ("num_queries", problem.num_queries),
         ("num_rows", problem.num_rows),

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import ClassVar, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.problem.overlap import overlaps_itself
+from cutlass_py_attn.problem.operands import Operand, named_strides
 from cutlass_py_attn.problem.quantization import CACHE_SCALES, SCALE_COLUMNS
 from cutlass_py_attn.problem.scalars import shown
-from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, F32_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.problem.validation import MAX_BYTES, stride_objections
+from cutlass_py_attn.problem.tensors import E4M3, ITEM_BYTES, Tensor
+from cutlass_py_attn.problem.validation import memory_objections, stride_objections, tensor_objections
 
 MAX_HEAD_DIM: Final = 1024  # a few threads hold a whole row
 MAX_ROWS: Final = 2**31 - 2**10  # rows of key, which the kernel counts in 32 bits up to the end of the last block
@@ -27,13 +27,20 @@ MAX_E4M3: Final = 448.0  # the largest finite e4m3 number
 CACHES: Final = ("key_cache", "value_cache")
 SCALES: Final = CACHE_SCALES
 NO_SCALES, GIVEN_SCALES, ROW_SCALES, TILE_SCALES = "none", "given", "row", "tile"
-_REQUIRED: Final = ("key", "value", *CACHES, "slots")
+_STRIDES: Final = ("page", "row", "head", "tile")
+_POOL: Final = ("num_pages", "page_size", "num_heads_key")
 _AXES: Final = {
-    "key": "(tokens, num_heads_key, head_dim)",
-    "value": "(tokens, num_heads_key, head_dim_value)",
-    "key_cache": "(num_pages, page_size, num_heads_key, head_dim)",
-    "value_cache": "(num_pages, page_size, num_heads_key, head_dim_value)",
-    "slots": "(tokens,)",
+    "key": ("tokens", "num_heads_key", "head_dim"),
+    "value": ("tokens", "num_heads_key", "head_dim_value"),
+    "key_cache": (*_POOL, "head_dim"),
+    "value_cache": (*_POOL, "head_dim_value"),
+    "slots": ("tokens",),
+}
+_FEATURES: Final[dict[str, tuple[str, ...]]] = {
+    NO_SCALES: (),
+    GIVEN_SCALES: ("e4m3_cache",),
+    ROW_SCALES: ("e4m3_cache", "row_scales"),
+    TILE_SCALES: ("e4m3_cache", "tile_scales"),
 }
 
 
@@ -61,6 +68,8 @@ class AppendProblem:
     slots: Tensor
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+
+    direction: ClassVar = "append"
 
     @staticmethod
     def dense(
@@ -131,6 +140,42 @@ class AppendProblem:
         scales = {ROW_SCALES: SCALES, TILE_SCALES: ("key_scale",)}
         return (*CACHES, *scales.get(self.scales, ()))
 
+    @property
+    def dtype(self) -> str:
+        """Element type of the new rows."""
+        return self.key.dtype
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """How rows are scaled, in the words of a C library's flags."""
+        return _FEATURES[self.scales]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that may differ between launches of one kernel, by name."""
+        pages, page_size, heads, _ = self.key_cache.shape
+        return {"tokens_k": self.tokens, "num_heads_key": heads, "page_size": page_size, "num_pages": pages}
+
+    def operands(self) -> dict[str, Operand]:
+        """Returns every array of a problem without objections by name."""
+        found = {}
+        for name, tensor in self.tensors().items():
+            if name in SCALES:
+                found[name] = self._scale(name, tensor)
+            else:
+                strides = named_strides(name, _strides_of(name), tensor.steps)
+                found[name] = Operand(name, tensor, _AXES[name], strides, name in self.outputs)
+        return found
+
+    def _scale(self, name: str, tensor: Tensor) -> Operand:
+        """Returns a scale with the axes of a pool, and stride 0 along those that it does not have."""
+        has_tiles = self.scales == TILE_SCALES
+        axes = _STRIDES if has_tiles else _STRIDES[:3]
+        steps = *(0,) * (len(axes) - len(tensor.shape)), *tensor.steps
+        shape = *self.key_cache.shape[:3], tensor.shape[-1] if has_tiles else 1
+        whole = Tensor(shape, (*steps, 1)[: len(shape)], tensor.dtype, tensor.alignment)
+        return Operand(name, whole, (*_POOL, "tiles"), named_strides(name, axes, steps), name in self.outputs)
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the problem has, by name."""
         return {field.name: tensor for field in fields(self) if (tensor := getattr(self, field.name)) is not None}
@@ -146,20 +191,26 @@ class AppendProblem:
             raise NotSupported(reasons)
 
 
+def _strides_of(name: str) -> tuple[str, ...]:
+    """Returns the names of the strides of an array whose columns are contiguous."""
+    return _STRIDES if name in SCALES else _STRIDES[4 - len(_AXES[name]) : 3]
+
+
 def _kinds(problem: AppendProblem) -> Iterator[str]:
     for field in fields(problem):
-        given = getattr(problem, field.name)
-        if not isinstance(given, Tensor) and (given is not None or field.name in _REQUIRED):
-            optional = "" if field.name in _REQUIRED else ", or None"
-            yield f"{field.name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+        yield from tensor_objections(field.name, getattr(problem, field.name), is_required=field.name in _AXES)
 
 
 def _ranks(problem: AppendProblem) -> Iterator[str]:
     for name, axes in _AXES.items():
         shape = getattr(problem, name).shape
-        if len(shape) != axes.count(",") + (name != "slots"):
-            yield f"{name} has shape {shape}: must be {axes}; reshape it"
+        if len(shape) != len(axes):
+            yield f"{name} has shape {shape}: must be {_shown(axes)}; reshape it"
     yield from stride_objections(problem.tensors())
+
+
+def _shown(axes: tuple[str, ...]) -> str:
+    return f"({', '.join(axes)}{',' * (len(axes) == 1)})"
 
 
 def _dtypes(problem: AppendProblem) -> Iterator[str]:
@@ -190,14 +241,10 @@ def _dtypes(problem: AppendProblem) -> Iterator[str]:
 def _shapes(problem: AppendProblem) -> Iterator[str]:
     tokens, heads, head_dim = problem.key.shape
     head_dim_value, (pages, page_size) = problem.value.shape[2], problem.key_cache.shape[:2]
-    expected = {
-        "value": (tokens, heads, head_dim_value),
-        "key_cache": (pages, page_size, heads, head_dim),
-        "value_cache": (pages, page_size, heads, head_dim_value),
-        "slots": (tokens,),
-    }
-    for name, shape in expected.items():
-        found = getattr(problem, name).shape
+    sizes = dict(zip(_AXES["key"], problem.key.shape, strict=True))
+    sizes |= {"head_dim_value": head_dim_value, "num_pages": pages, "page_size": page_size}
+    for name, axes in _AXES.items():
+        found, shape = getattr(problem, name).shape, tuple(sizes[axis] for axis in axes)
         if found != shape:
             yield f"{name} has shape {found}: must be {shape} to match {_matched(name, problem)}; reshape it"
     for label, size in (("head_dim", head_dim), ("head_dim_value", head_dim_value)):
@@ -259,27 +306,5 @@ def _tile_scales(problem: AppendProblem) -> Iterator[str]:
 
 
 def _memory(problem: AppendProblem) -> Iterator[str]:
-    items = {name: ITEM_BYTES.get(tensor.dtype, E4M3_BYTES) for name, tensor in problem.tensors().items()}
-    items |= {"slots": 8} | dict.fromkeys(SCALES, F32_BYTES)
     for name, tensor in problem.tensors().items():
-        item = items[name]
-        if name not in ("slots", *SCALES) and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
-            yield f"{name} has last stride {tensor.strides[-1]}: must be 1; make the head dimension contiguous"
-        if name == "slots" and tensor.shape[0] > 1 and tensor.strides[0] != 1:
-            yield f"slots has stride {tensor.strides[0]}: must be 1; copy it"
-        if tensor.alignment < min(item, ROW_ALIGNMENT_BYTES):
-            yield (
-                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
-                f"{item}-byte elements; copy it"
-            )
-        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        if reach * item >= MAX_BYTES:
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
-                "use smaller strides"
-            )
-        if name in problem.outputs and overlaps_itself(tensor.shape, tensor.strides):
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: rows that are written must not "
-                "overlap; allocate it in full"
-            )
+        yield from memory_objections(name, tensor, _strides_of(name), is_written=name in problem.outputs)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import ClassVar, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.problem.overlap import overlaps_itself
+from cutlass_py_attn.problem.operands import LOGSUMEXP, ROW_STRIDES, Operand, named_strides
 from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, LSE_PADDING, Tensor
-from cutlass_py_attn.problem.validation import MAX_BYTES, stride_objections
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, LSE_PADDING, Tensor
+from cutlass_py_attn.problem.validation import memory_objections, stride_objections, tensor_objections
 
 MAX_HEAD_DIM: Final = 1024
 MAX_ROWS: Final = 2**31 - 2**10  # counted in 32 bits up to the end of the last block
@@ -44,6 +44,8 @@ class MergeProblem:
     logsumexp_b: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
+
+    direction: ClassVar = "merge"
 
     @staticmethod
     def dense(shape: tuple[int, int, int, int], dtype: str) -> MergeProblem:
@@ -103,6 +105,37 @@ class MergeProblem:
         """Shape of each logsumexp."""
         return self.batch, self.output_a.shape[2], round_up(self.num_queries, LSE_PADDING)
 
+    @property
+    def dtype(self) -> str:
+        """Element type of output_a."""
+        return self.output_a.dtype
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """("varlen",) if the outputs are packed."""
+        return ("varlen",) if self.is_packed else ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that may differ between launches of one kernel, by name."""
+        _, tokens, heads, _ = self.output_a.shape
+        packed = {"tokens_q": tokens} if self.is_packed else {}
+        return {"batch": self.batch, "num_queries": self.num_queries, "num_heads": heads, **packed}
+
+    def operands(self) -> dict[str, Operand]:
+        """Returns every array of a problem without objections by name, the logsumexp of the result too."""
+        rows = ("packed", "tokens_q") if self.is_packed else ("batch", "num_queries")
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(OUTPUTS, (*rows, "num_heads", "head_dim_value"))
+        axes |= {**dict.fromkeys((*LOGSUMEXPS, "logsumexp"), LOGSUMEXP), "cu_seqlens_q": ("bounds",)}
+        arrays = self.tensors()
+        if not self.is_sum:
+            arrays["logsumexp"] = Tensor.contiguous(self.logsumexp_shape, "float32")
+        found = {}
+        for name in (name for name in axes if name in arrays):
+            strides = named_strides(name, ROW_STRIDES, arrays[name].steps) if name in OUTPUTS else {}
+            found[name] = Operand(name, arrays[name], axes[name], strides, name in ("output", "logsumexp"))
+        return found
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the problem has, by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -121,10 +154,7 @@ class MergeProblem:
 
 def _kinds(problem: MergeProblem) -> Iterator[str]:
     for name in (*OUTPUTS, *LOGSUMEXPS, "cu_seqlens_q"):
-        given = getattr(problem, name)
-        if not isinstance(given, Tensor) and (given is not None or name in OUTPUTS):
-            optional = "" if name in OUTPUTS else ", or None"
-            yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+        yield from tensor_objections(name, getattr(problem, name), is_required=name in OUTPUTS)
     if (problem.logsumexp_a is None) != (problem.logsumexp_b is None):
         missing = "logsumexp_a" if problem.logsumexp_a is None else "logsumexp_b"
         yield f"{missing} = None: must be a Tensor, or both None for a sum; pass both, or neither"
@@ -200,25 +230,5 @@ def _dtypes(problem: MergeProblem) -> Iterator[str]:
 
 def _memory(problem: MergeProblem) -> Iterator[str]:
     for name, tensor in problem.tensors().items():
-        is_output = name in OUTPUTS
-        item = ITEM_BYTES.get(tensor.dtype, 1) if is_output else F32_BYTES
-        if is_output and tensor.shape[3] > 1 and tensor.strides[3] != 1:
-            yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
-        if not is_output and not tensor.is_contiguous:
-            yield f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be contiguous; copy it"
-        if tensor.alignment < item:
-            yield (
-                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
-                f"{item}-byte elements; copy it"
-            )
-        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        if reach * item >= MAX_BYTES:
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
-                "use smaller strides"
-            )
-    if overlaps_itself(problem.output.shape, problem.output.strides):
-        yield (
-            f"output has shape {problem.output.shape} and strides {problem.output.strides}: an output must not overlap "
-            "itself; allocate it in full"
-        )
+        axes = ROW_STRIDES if name in OUTPUTS else ()
+        yield from memory_objections(name, tensor, axes, is_written=name == "output")

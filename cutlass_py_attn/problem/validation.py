@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks, paging, quantization
 from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value, shown
 from cutlass_py_attn.problem.tensors import (
@@ -23,6 +24,7 @@ from cutlass_py_attn.problem.tensors import (
     KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
+    ROW_ALIGNMENT_BYTES,
     Sequences,
     Shape,
     Tensor,
@@ -45,7 +47,8 @@ _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in regi
 TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE)
 _REQUIRED: Final = (*OPERANDS, "output")
 _EDGES: Final = {"window_left": "mask left", "window_right": "mask right"}  # what Mask.objections calls them
-_WRITTEN = ("grad_query", "grad_key", "grad_value", "grad_bias")
+# Bytes of an element of any array.
+ARRAY_BYTES: Final = {**OPERAND_BYTES, "int32": 4, "int64": 8}
 
 
 def objections(problem: Problem) -> list[str]:
@@ -54,7 +57,7 @@ def objections(problem: Problem) -> list[str]:
     Every other check needs tensors of four axes: a wrong type or rank among the tensors is returned without the
     others' reasons. A wrong scalar or mask is returned together with them.
     """
-    wrong = [*_tensor_kind_objections(problem), *_rank_objections(problem)]
+    wrong = [*_kind_objections(problem), *_rank_objections(problem)]
     scalars = {name: scalar.objections(name, getattr(problem, name)) for name, scalar in SCALARS.items()}
     kinds = [*(text for texts in scalars.values() for text in texts), *_mask_objections(problem.mask)]
     if wrong:
@@ -102,26 +105,30 @@ def _are_ints(values: object, count: int | None = None) -> bool:
     return is_tuple and all(type(value) is int for value in values)  # type: ignore[attr-defined]
 
 
-def _tensor_kind_objections(problem: Problem) -> Iterator[str]:
+def tensor_objections(name: str, given: Any, *, is_required: bool) -> Iterator[str]:
+    """Yields why this is no Tensor of integers with the name of a dtype; None is one that is not required."""
+    if not isinstance(given, Tensor):
+        if given is not None or is_required:
+            optional = "" if is_required else ", or None"
+            yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+        return
+    for field in ("shape", "strides"):
+        numbers = getattr(given, field)
+        if not _are_ints(numbers) or (field == "shape" and min(numbers, default=0) < 0):
+            least = " of at least 0" if field == "shape" else ""
+            yield f"{name}.{field} = {shown(numbers)}: must be a tuple of ints{least}; correct it"
+    for field, kind, allowed in (
+        ("dtype", str, f"one of {', '.join(ITEM_BYTES)}"),
+        ("alignment", int, "an int of bytes"),
+    ):
+        if type(getattr(given, field)) is not kind:
+            yield f"{name}.{field} = {shown(getattr(given, field))}: must be {allowed}; correct it"
+
+
+def _kind_objections(problem: Problem) -> Iterator[str]:
     """Yields what is no Tensor, no integer and no name among the tensors and the sequences."""
     for name in TENSORS:
-        given = getattr(problem, name)
-        if not isinstance(given, Tensor):
-            if given is not None or name in _REQUIRED:
-                optional = "" if name in _REQUIRED else ", or None"
-                yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
-            continue
-        for field in ("shape", "strides"):
-            numbers = getattr(given, field)
-            if not _are_ints(numbers) or (field == "shape" and min(numbers, default=0) < 0):
-                least = " of at least 0" if field == "shape" else ""
-                yield f"{name}.{field} = {shown(numbers)}: must be a tuple of ints{least}; correct it"
-        for field, kind, allowed in (
-            ("dtype", str, f"one of {', '.join(ITEM_BYTES)}"),
-            ("alignment", int, "an int of bytes"),
-        ):
-            if type(getattr(given, field)) is not kind:
-                yield f"{name}.{field} = {shown(getattr(given, field))}: must be {allowed}; correct it"
+        yield from tensor_objections(name, getattr(problem, name), is_required=name in _REQUIRED)
     yield from score_terms_objections(problem.score_terms)
     if problem.pages is not None:
         yield from paging.kind_objections(problem.pages)
@@ -286,34 +293,39 @@ def _tensor_objections(problem: Problem) -> Iterator[str]:
         has_own_dtype = name in coded or (name == "output" and problem.dtype == FLOAT8)
         if tensor.dtype != problem.dtype and not has_own_dtype:
             yield f"{name} has dtype {tensor.dtype} but query has {problem.dtype}: all must agree; cast one of them"
-        if name in (*BMHK, KEY_ROPE) and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
-            yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
-        item = OPERAND_BYTES[tensor.dtype]
-        if tensor.alignment < item:
-            yield (
-                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
-                f"{item}-byte elements (16 bytes is fastest); copy it"
-            )
-        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        if reach * item >= MAX_BYTES:
-            yield (
-                f"{name} has shape {digits(tensor.shape)} and strides {digits(tensor.strides)}: must reach fewer than "
-                "2**63 bytes; use smaller strides"
-            )
-        if name in _WRITTEN or (name == "output" and problem.direction == "forward"):
-            yield from _overlap_objections(name, tensor)
+        operand = of_tensor(problem, name)
+        axes = tuple(field.removeprefix(f"{name}_") for field in operand.strides)
+        yield from memory_objections(name, tensor, axes, is_written=operand.is_written)
 
 
-def _overlap_objections(name: str, tensor: Tensor) -> Iterator[str]:
-    labels = ("batch", "head", "query", "key") if name in BIASES else ("batch", "row", "head", "last")
-    repeated = [labels[axis] for axis in range(4) if tensor.shape[axis] > 1 and tensor.strides[axis] == 0]
-    for label in repeated:
-        yield f"{name} has {label} stride 0: an output must not overlap itself; allocate it in full"
-    if not repeated and overlaps_itself(tensor.shape, tensor.strides):
+def memory_objections(name: str, tensor: Tensor, axes: tuple[str, ...], *, is_written: bool) -> Iterator[str]:
+    """Yields what kernels do not take of an array's strides and address.
+
+    axes: names of the leading axes, which have strides; the others are contiguous
+    """
+    item = ARRAY_BYTES.get(tensor.dtype, 1)
+    shown_layout = f"{name} has shape {digits(tensor.shape)} and strides {digits(tensor.strides)}"
+    if not axes and not tensor.is_contiguous:
+        yield f"{shown_layout}: must be contiguous; copy it"
+    if 0 < len(axes) < len(tensor.shape) and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
+        yield f"{name} has last stride {tensor.strides[-1]}: must be 1; make the head dimension contiguous"
+    if tensor.alignment < min(item, ROW_ALIGNMENT_BYTES):
+        fastest = " (16 bytes is fastest)" if axes and name not in quantization.SCALES else ""
         yield (
-            f"{name} has shape {tensor.shape} and strides {tensor.strides}: an output must not overlap itself; "
-            "allocate it in full"
+            f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
+            f"{item}-byte elements{fastest}; copy it"
         )
+    reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if reach * item >= MAX_BYTES:
+        yield f"{shown_layout}: must reach fewer than 2**63 bytes; use smaller strides"
+    if not is_written:
+        return
+    layout = zip((*axes, "last"), tensor.shape, tensor.strides, strict=False)
+    repeated = [axis for axis, size, stride in layout if size > 1 and stride == 0]
+    for axis in repeated:
+        yield f"{name} has {axis} stride 0: an output must not overlap itself; allocate it in full"
+    if not repeated and overlaps_itself(tensor.shape, tensor.strides):
+        yield f"{shown_layout}: an output must not overlap itself; allocate it in full"
 
 
 def _option_objections(problem: Problem) -> Iterator[str]:

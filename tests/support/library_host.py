@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn.bundle import interface, row_numbers, row_rules
+from cutlass_py_attn.bundle import interface, row_rules
 from cutlass_py_attn.bundle.files import Bundle, export_library
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, dtype_of, features_of
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan.merge import variant_of
@@ -243,19 +243,19 @@ def filled_rows(
     names = (*tensors, *(("logsumexp",) if isinstance(problem, MergeProblem) else ()))
     made = {name: first_address + SPACE * number for number, name in enumerate(names, 1)} if first_address else {}
     given = addresses or made
-    call.direction = ALL_DIRECTIONS.index(direction_of(problem))
-    call.dtype = DTYPE_OF[dtype_of(problem)]
-    call.flags = sum(FLAG_OF[feature] for feature in features_of(problem))
-    for name, value in row_rules.sizes(problem).items():
+    call.direction = ALL_DIRECTIONS.index(problem.direction)
+    call.dtype = DTYPE_OF[problem.dtype]
+    call.flags = sum(FLAG_OF[feature] for feature in problem.features)
+    for name, value in problem.sizes.items():
         setattr(call, name, value)
     columns = problem.key if isinstance(problem, AppendProblem) else problem.output
     call.head_dim = columns.shape[-1]
     call.head_dim_value = problem.value.shape[-1] if isinstance(problem, AppendProblem) else columns.shape[-1]
-    for stride, value in row_numbers.inputs(problem).items():
+    for stride, value in row_rules.inputs(problem).items():
         name, _, axis = stride.rpartition("_")
         if axis == "tile":
             setattr(call, stride, value.value)
-        elif name in row_rules.shapes(problem):
+        elif name in problem.operands():
             setattr(getattr(call, name), "batch" if axis == "page" else axis, value.value)
     for name in names:
         array = getattr(call, name)

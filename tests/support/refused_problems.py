@@ -332,8 +332,8 @@ TENSORS: dict[str, Refused] = {
     "grad_value without rows": without_step("grad_value", 1, "row"),
     "grad_bias without batches": without_step("grad_bias", 0, "batch", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
     "grad_bias without heads": without_step("grad_bias", 1, "head", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
-    "grad_bias without queries": without_step("grad_bias", 2, "query", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
-    "grad_bias without keys": without_step("grad_bias", 3, "key", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
+    "grad_bias without queries": without_step("grad_bias", 2, "row", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
+    "grad_bias without keys": without_step("grad_bias", 3, "column", bias=WHOLE_BIAS, grad_bias=WHOLE_BIAS),
 }
 
 _WINDOWS: tuple[tuple[type[Causal], Any], ...] = (
