@@ -1,9 +1,11 @@
 """Operands: what the axes of every array of a pass count, and which struct fields of a kernel are its strides.
 
-axis                                                value
-batch, num_heads, num_queries, tokens_q, ...        Shape.sizes, which may differ between launches of one kernel
-bounds, padded_queries, max_pages, tokens           what follows from these
-packed, head_dim, tiles, ...                        the same number in every launch of a kernel
+The name of an axis says which launches have the same size:
+
+    axis                                                value
+    batch, num_heads, num_queries, tokens_q, ...        Shape.sizes, which may differ between launches of one kernel
+    bounds, padded_queries, max_pages, tokens           what follows from these
+    packed, head_dim, bias_0, ...                       the same number in every launch of a kernel
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, TENSOR, TILE, granularity
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, OPERANDS, Tensor
+from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, F32_BYTES, KEY_ROPE, OPERANDS, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_STRIDES
 
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 
 ROW_STRIDES: Final = ("batch", "row", "head")  # of rows; those of a pool begin with "page"
 LOGSUMEXP: Final = ("batch", "num_heads", "padded_queries")
-_GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
 _BIAS: Final = ("batch", "num_heads", "num_queries", "num_keys")
-_VECTORS: Final = {
+_GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
+_AXES: Final = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_indptr"), ("bounds",)),
+    **dict.fromkeys(("logsumexp", "grad_logsumexp"), LOGSUMEXP),
     "seqused_k": ("batch",),
-    "grad_logsumexp": LOGSUMEXP,
 }
 
 
@@ -36,7 +38,7 @@ class Operand:
 
     name: of the argument, and of the struct field of its address
     tensor: its layout
-    axes: what each axis counts; an axis of size 1 that broadcasts, or over which a result is summed, is "one"
+    axes: what each axis counts
     strides: strides (elements) of the leading axes by their struct field; the other axes are contiguous
     is_written: whether the pass writes it
     """
@@ -56,53 +58,62 @@ def named_strides(name: str, axes: tuple[str, ...], strides: tuple[int, ...]) ->
 def of_problem(problem: Problem) -> dict[str, Operand]:
     """Returns every array of a problem without objections by name, in the order in which a launch names them."""
     logsumexp = replace(Tensor.contiguous(problem.shape.logsumexp, "float32"), alignment=F32_BYTES)
-    found = [of_tensor(problem, name) for name in problem.tensors()]
-    found.append(Operand("logsumexp", logsumexp, LOGSUMEXP, {}, problem.direction == "forward"))
-    found += [_vector(problem, name, tensor) for name, tensor in problem.vectors().items()]
-    return {operand.name: operand for operand in found}
+    found = {name: of_tensor(problem, name) for name in problem.tensors()}
+    found["logsumexp"] = Operand("logsumexp", logsumexp, LOGSUMEXP, {}, problem.direction == "forward")
+    return found | {name: _vector(problem, name, tensor) for name, tensor in problem.vectors().items()}
 
 
 def of_tensor(problem: Problem, name: str) -> Operand:
     """Returns one of the strided arrays of four axes: rows or a bias."""
     tensor: Tensor = getattr(problem, name)
+    axes = axes_of(problem, name, tensor.shape)
     is_written = name in _GRADIENTS or (name == "output" and problem.direction == "forward")
     if name in BIASES:
-        axes = tuple("one" if size == 1 else axis for axis, size in zip(_BIAS, tensor.shape, strict=True))
         return Operand(name, tensor, axes, named_strides(name, BIAS_STRIDES, tensor.steps), is_written)
-    axes = problem.shape.axes(name)
     first = "page" if axes[0] == "num_pages" else "batch"
     strides = named_strides(name, (first, "row", "head"), tensor.strides)
     strides |= {f"{name}_column": tensor.steps[3]} if name == "grad_output" else {}
     return Operand(name, tensor, axes, strides, is_written)
 
 
-def _vector(problem: Problem, name: str, tensor: Tensor) -> Operand:
-    """Returns the operand of one of the small arrays."""
-    is_written = name in _GRADIENTS
-    if name in problem.scales:
-        return _scale(problem, name, tensor)
+def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Returns what each axis of an array of this shape counts.
+
+    An axis that counts nothing of the problem has a name of its own, as one does along which a bias broadcasts or its
+    gradient is summed.
+    """
+    own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
+    vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
+    role = name.removeprefix("grad_")
+    if name in BIASES:
+        return tuple(one if size == 1 else axis for one, axis, size in zip(own, _BIAS, shape, strict=True))
+    if name in (*BMHK, KEY_ROPE):
+        axes = problem.shape.axes("key" if problem.value_in_key and name == "value" else name)
+        return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
+    if name in SCALES:
+        return own if shape == (1,) else _scale_axes(problem)[len(shape)]
     if name == "page_table":
-        rows = ("batch", "max_pages")[-len(tensor.shape) :]
-        return Operand(name, tensor, rows, named_strides(name, ("row",), tensor.strides[:-1]))
-    for term in registry.present(problem):
-        if term.vector is not None and name in term.vectors(problem):
-            axes = term.vector.axes_of(len(tensor.shape))
-            strides = {term.vector.batch_field: problem.shape.num_heads} if len(axes) > 1 else {}
-            return Operand(name, tensor, axes, strides, is_written)
-    return Operand(name, tensor, _VECTORS.get(name, ("one",)), {})
+        return ("batch", "max_pages")[-len(shape) :]
+    return vectors[role].axes_of(len(shape)) if role in vectors else _AXES.get(name, own)
 
 
-def _scale(problem: Problem, name: str, tensor: Tensor) -> Operand:
-    """Returns the operand of a scale of e4m3 codes; a scale of the whole operand is one number."""
-    grain = granularity(tensor)
-    if grain == TENSOR:
-        return Operand(name, replace(tensor, shape=(1,), strides=(1,)), ("one",), {})
+def _scale_axes(problem: Problem) -> dict[int, tuple[str, ...]]:
+    """Returns the axes of the scales of e4m3 codes by their number."""
     rows = problem.shape.axes("key")[:3]
-    first = "page" if problem.pages is not None else "batch"
-    axes, strides = {
-        HEAD: (rows[2:], ("head",)),
-        BATCH_HEAD: (("batch", *rows[2:]), ("batch", "head")),
-        ROW: (rows, (first, "row", "head")),
-        TILE: ((*rows, "tiles"), (first, "row", "head", "tile")),
-    }[grain]
-    return Operand(name, tensor, axes, named_strides(name, strides, tensor.steps))
+    return {0: (), 1: rows[2:], 2: ("batch", rows[2]), 3: rows, 4: (*rows, "tiles")}
+
+
+def _vector(problem: Problem, name: str, tensor: Tensor) -> Operand:
+    """Returns the operand of one of the small arrays; a scale of a whole operand is one number."""
+    tensor = tensor if tensor.shape else replace(tensor, shape=(1,), strides=(1,))
+    axes = axes_of(problem, name, tensor.shape)
+    strides: dict[str, int] = {}
+    if name == "page_table":
+        strides = named_strides(name, ("row",), tensor.strides[:-1])
+    elif name in SCALES and tensor.shape != (1,):
+        of_rows = ("page" if axes[0] == "num_pages" else "batch", "row", "head", "tile")[: len(axes)]
+        strides = named_strides(name, of_rows if len(axes) > 2 else ("batch", "head")[-len(axes) :], tensor.steps)
+    elif len(axes) > 1 and name not in _AXES:
+        fields = {term.vector.name: term.vector.batch_field for term in registry.terms() if term.vector is not None}
+        strides = {fields[name]: problem.shape.num_heads}
+    return Operand(name, tensor, axes, strides, name in _GRADIENTS)
