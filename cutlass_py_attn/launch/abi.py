@@ -27,7 +27,7 @@ from cutlass_py_attn.launch.variants import (
     TOTAL,
 )
 from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
-from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE, ROW_ALIGNMENT_BYTES, ROW_STRIDES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -40,9 +40,9 @@ Fields = tuple[tuple[str, str], ...]
 _NUMPY: Final = {"i64": "<i8", "i32": "<i4", "f32": "<f4"}
 
 
-def _strided(*names: str) -> Fields:
-    """Returns the address and the batch, row and head strides (elements) of each tensor."""
-    return tuple((field, "i64") for name in names for field in (name, f"{name}_batch", f"{name}_row", f"{name}_head"))
+def _strided(*names: str, axes: tuple[str, ...] = ROW_STRIDES) -> Fields:
+    """Returns the address of each array and its strides (elements) along these axes."""
+    return tuple((field, "i64") for name in names for field in (name, *(f"{name}_{axis}" for axis in axes)))
 
 
 SEED: Final = PHILOX
@@ -140,8 +140,7 @@ BACKWARD: Fields = (
     ("logsumexp_log2", "i64"),
     ("dq_semaphore", "i64"),
     ("tile_count_semaphore", "i64"),
-    ("grad_bias", "i64"),
-    *((f"grad_bias_{axis}", "i64") for axis in BIAS_AXES),
+    *_strided("grad_bias", axes=BIAS_AXES),
     ("grad_sinks", "i64"),
     *_ADDRESSES,
     *_SIZES,
@@ -186,20 +185,15 @@ GRAD_BIAS_FIELDS: Fields = (("grad_bias_counts", "i64"), ("grad_bias_parts", "i6
 
 # Addresses of the scales of e4m3 codes, 0 for scales of 1, and their strides (elements), 0 along an axis that a scale
 # does not have: those of e4m3 operands, which have none along rows, and those of key and value of an e4m3 cache.
-OPERAND_SCALES: Fields = tuple(
-    (field, "i64") for name in SCALES for field in (name, *(f"{name}_{axis}" for axis in OPERAND_AXES))
-)
-E4M3_CACHE_SCALES: Fields = tuple(
-    (field, "i64") for name in CACHE_SCALES for field in (name, *(f"{name}_{axis}" for axis in CACHE_AXES))
-)
+OPERAND_SCALES: Fields = _strided(*SCALES, axes=OPERAND_AXES)
+E4M3_CACHE_SCALES: Fields = _strided(*CACHE_SCALES, axes=CACHE_AXES)
 
 # The columns of a latent cache behind its codes, and the scales of the codes' tiles of columns, with their strides
 # (elements). key_rope_page: of a pool; key_rope_batch: of other caches.
 LATENT_CODES: Fields = (
     *_strided(KEY_ROPE),
     (f"{KEY_ROPE}_page", "i64"),
-    ("key_scale", "i64"),
-    *((f"key_scale_{axis}", "i64") for axis in TILE_AXES),
+    *_strided("key_scale", axes=TILE_AXES),
 )
 
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
@@ -215,15 +209,10 @@ APPEND: Fields = (
 )
 
 # Only in kernels that store e4m3. A stride is 0 along an axis that a scale does not have.
-APPEND_SCALES: Fields = tuple(
-    (field, "i64") for name in CACHE_SCALES for field in (name, f"{name}_page", f"{name}_row", f"{name}_head")
-)
+APPEND_SCALES: Fields = _strided(*CACHE_SCALES, axes=CACHE_AXES[1:])
 
 # Only in kernels that store a latent cache.
-APPEND_TILE_SCALES: Fields = (
-    ("key_scale", "i64"),
-    *((f"key_scale_{axis}", "i64") for axis in ("page", "row", "head", "tile")),
-)
+APPEND_TILE_SCALES: Fields = _strided("key_scale", axes=TILE_AXES[1:])
 
 # num_rows: rows of all batches and heads. cu_seqlens_q: 0 if the outputs are not packed. The logsumexps are 0 in a sum.
 MERGE: Fields = (

@@ -6,7 +6,6 @@ rows of a token's heads follow each other, so that a block reads neighbouring ro
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
@@ -20,7 +19,7 @@ from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, 
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.scalars import shown
-from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERAND_BYTES, Tensor
 
 WARPS: Final = 4
 _NONE: Final = (0, 0)  # warps of a product that the kernel does not have
@@ -73,12 +72,7 @@ def vector_elements(*tensors: Tensor) -> int:
 
     It is at most 16 bytes of each tensor. Their last axes are contiguous.
     """
-    found = []
-    for tensor in tensors:
-        item = ITEM_BYTES.get(tensor.dtype, E4M3_BYTES)
-        parts = (tensor.alignment, *(step * item for step in tensor.steps[:-1]), tensor.shape[-1] * item)
-        found.append(math.gcd(ROW_ALIGNMENT_BYTES, *parts) // item)
-    return min(found)
+    return min(tensor.vector_bytes // OPERAND_BYTES[tensor.dtype] for tensor in tensors)
 
 
 def row_build(

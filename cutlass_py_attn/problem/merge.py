@@ -12,9 +12,9 @@ from typing import ClassVar, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.problem.operands import LOGSUMEXP, ROW_STRIDES, Operand, named_strides
+from cutlass_py_attn.problem.operands import LOGSUMEXP, Operand, named_strides
 from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import ITEM_BYTES, LSE_PADDING, Tensor
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, LSE_PADDING, ROW_STRIDES, Tensor
 from cutlass_py_attn.problem.validation import memory_objections, stride_objections, tensor_objections
 
 MAX_HEAD_DIM: Final = 1024

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, F32_BYTES, KEY_ROPE, OPERANDS, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, F32_BYTES, KEY_ROPE, OPERANDS, ROW_STRIDES, Tensor
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_STRIDES
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
 
-ROW_STRIDES: Final = ("batch", "row", "head")  # of rows; those of a pool begin with "page"
 LOGSUMEXP: Final = ("batch", "num_heads", "padded_queries")
 _BIAS: Final = ("batch", "num_heads", "num_queries", "num_keys")
 _GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
@@ -70,8 +69,8 @@ def of_tensor(problem: Problem, name: str) -> Operand:
     is_written = name in _GRADIENTS or (name == "output" and problem.direction == "forward")
     if name in BIASES:
         return Operand(name, tensor, axes, named_strides(name, BIAS_STRIDES, tensor.steps), is_written)
-    first = "page" if axes[0] == "num_pages" else "batch"
-    strides = named_strides(name, (first, "row", "head"), tensor.strides)
+    first = ("page",) if axes[0] == "num_pages" else ROW_STRIDES[:1]
+    strides = named_strides(name, (*first, *ROW_STRIDES[1:]), tensor.strides)
     strides |= {f"{name}_column": tensor.steps[3]} if name == "grad_output" else {}
     return Operand(name, tensor, axes, strides, is_written)
 

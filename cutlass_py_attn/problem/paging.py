@@ -56,11 +56,6 @@ class Pages:
         """Entries of the table, of all sequences together."""
         return self.max_pages if self.page_indptr else self.batch * self.max_pages
 
-    @property
-    def table_row(self) -> int:
-        """Entries from one row of a 2-D table to the next; 0 with page_indptr."""
-        return 0 if self.page_indptr else self.page_table.strides[0]
-
     def arrays(self) -> dict[str, Tensor]:
         """Returns the arrays of this layout by name, besides the pools."""
         bounds = Tensor((self.batch + 1,), (1,), "int32", _LENGTHS_BYTES)

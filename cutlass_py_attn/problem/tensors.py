@@ -23,6 +23,7 @@ LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
 OPERANDS = ("query", "key", "value")
 BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
 BIASES = ("bias", "grad_bias")
+ROW_STRIDES = ("batch", "row", "head")  # of rows, whose columns are contiguous; those of a pool begin with "page"
 KEY_ROPE = "key_rope"  # the columns of key that have 16 bits, of a latent cache of e4m3 codes
 CACHED = ("key", "value", KEY_ROPE)  # rows of a cache, which may be in pages
 

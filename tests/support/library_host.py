@@ -192,7 +192,8 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
         call.tokens_q, call.tokens_k = shape.tokens
     if problem.pages is not None:
         call.num_pages, call.page_size = problem.key.shape[:2]
-        call.max_pages, call.page_table_row = problem.pages.max_pages, problem.pages.table_row
+        call.max_pages = problem.pages.max_pages
+        call.page_table_row = problem.operands()["page_table"].strides.get("page_table_row", 0)
         call.flags |= FLAGS["INVARIANT"] if problem.pages.invariant else 0
         call.flags |= FLAGS["PAGE_INDPTR"] if problem.pages.page_indptr else 0
         call.tokens_k = 0

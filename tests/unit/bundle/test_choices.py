@@ -1,33 +1,25 @@
 """Tests of the rules by which a C library chooses among all kernels of a kind: as the planner, size by size."""
 
 from __future__ import annotations
-from cutlass_py_attn.bundle.dispatch import ALWAYS
-from cutlass_py_attn.bundle.dispatch import NEVER
-from cutlass_py_attn.bundle.dispatch import order_key
-from cutlass_py_attn.bundle.dispatch import preferred_when
+
+import random
+
+import pytest
+
+from cutlass_py_attn.bundle.dispatch import ALWAYS, NEVER, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import names_of
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.variants import PER_HEAD
-from cutlass_py_attn.launch.variants import QUERY_HEADS
-from cutlass_py_attn.plan import backward_choice
-from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan import resources
-from cutlass_py_attn.plan import sm90_choice
+from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.plan import backward_choice, planner, resources, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.preconditions import conditions
 from cutlass_py_attn.plan.tiles import sm90_tiles
-from cutlass_py_attn.problem.masks import Causal
-from cutlass_py_attn.problem.masks import CausalBottomRight
-from cutlass_py_attn.problem.masks import Full
-from cutlass_py_attn.problem.masks import Mask
-from cutlass_py_attn.problem.masks import Window
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from tests.support.bundles import problem_of
-import pytest
-import random
 
 ARCH = "sm_90a"
 LENGTHS = (1, 63, 64, 65, 100, 128, 129, 200, 256, 257, 384, 500, 512, 513, 700, 1024, 1500, 2048, 3000, 4096, 9000)
