@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of
 from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile
-from cutlass_py_attn.kernels.sm90.e4m3_layout import part_columns
+from cutlass_py_attn.kernels.sm90_e4m3.layout import part_columns
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import ROW_KINDS, STEPS, Buffer, Build
 from cutlass_py_attn.launch.variants import E4M3, SHARED_END

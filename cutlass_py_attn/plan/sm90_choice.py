@@ -9,9 +9,14 @@ from typing import Final
 from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM, WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla_kernel
+from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
+from cutlass_py_attn.kernels.sm90_e4m3 import kernel as sm90_e4m3
+from cutlass_py_attn.kernels.sm90_e4m3_cache import kernel as sm90_e4m3_cache
+from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_mla.layout import ROPE_COLUMNS
+from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
+from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
@@ -60,15 +65,15 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     if backward and splits_score_rows(shape):
         kernel = sm90.SCORE_ROWS_BACKWARD
     elif backward:
-        kernel = sm90.TWO_CTA_BACKWARD if is_2cta else sm90.WIDE_BACKWARD if is_wide else sm90.BACKWARD
+        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90.BACKWARD
     elif problem.dtype == FLOAT8:
-        kernel = sm90.E4M3_FORWARD
+        kernel = sm90_e4m3.FORWARD
     elif has_latent_cache:
-        kernel = sm90_mla_kernel.FORWARD
+        kernel = sm90_mla.FORWARD
     elif problem.has_e4m3_cache:
-        kernel = sm90.E4M3_CACHE_FORWARD
+        kernel = sm90_e4m3_cache.FORWARD
     else:
-        kernel = sm90.WIDE_FORWARD if is_wide else sm90.FORWARD
+        kernel = sm90_wide.FORWARD if is_wide else sm90.FORWARD
     widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,

@@ -13,13 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.kernels.sm90.rules import (
-    NARROW_HEAD_DIM,
-    SCORE_ROWS_HEAD_DIMS,
-    SM90_MAX_HEAD_DIM,
-    WIDE_MAX_HEAD_DIM,
-)
+from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,

@@ -9,7 +9,8 @@ import pytest
 
 from cutlass_py_attn.kernels.backward_parts import grad_bias_layout as grad_bias_smem
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
-from cutlass_py_attn.kernels.sm90.layout import first_cta_columns, grad_query_piece
+from cutlass_py_attn.kernels.sm90.layout import grad_query_piece
+from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.grad_bias import uses_wgmma

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.kernels.sm90 import wide_layout as sm90_wide
+from cutlass_py_attn.kernels.sm90_wide import layout as sm90_wide
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.masks import Causal, Full, Mask

@@ -1,4 +1,4 @@
-"""kernels/sm90/alternating_softmax.py: its machine code on given scores, executed."""
+"""kernels/sm90_wide/alternating_softmax.py: its machine code on given scores, executed."""
 
 from __future__ import annotations
 

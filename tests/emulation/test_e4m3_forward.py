@@ -1,4 +1,4 @@
-"""kernels/sm90/e4m3_forward.py: its machine code on whole problems, executed with all warp roles and barriers."""
+"""kernels/sm90_e4m3/forward.py: its machine code on whole problems, executed with all warp roles and barriers."""
 
 from __future__ import annotations
 

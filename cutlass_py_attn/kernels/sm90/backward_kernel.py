@@ -9,7 +9,7 @@
 
 A block with 64 keys has one consumer warpgroup, without the last.
 
-A body (sm90/backward.py, sm90/backward_2cta.py) says what each role does.
+A body (sm90/backward.py, sm90_backward_2cta/backward.py) says what each role does.
 """
 
 from dataclasses import dataclass

@@ -9,12 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.kernels.kernel import TERMS, FusedKernel, Tile, fixed_order, no_products, no_splits
-from cutlass_py_attn.kernels.sm90 import e4m3_layout as sm90_e4m3
+from cutlass_py_attn.kernels.kernel import TERMS, FusedKernel, Tile, no_products, no_splits
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.kernels.sm90 import rules as tile_rules
-from cutlass_py_attn.kernels.sm90 import wide_backward_layout as sm90_wide_backward
-from cutlass_py_attn.kernels.sm90 import wide_layout as sm90_wide
 from cutlass_py_attn.kernels.sm90.layout import (
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
@@ -23,7 +20,6 @@ from cutlass_py_attn.kernels.sm90.layout import (
     tma_tiles,
 )
 from cutlass_py_attn.kernels.sm90.schedule import steps_of
-from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import LAST_VALUE
@@ -42,8 +38,6 @@ from cutlass_py_attn.launch.names import (
 )
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
-    E4M3,
-    E4M3_CACHE,
     KEY_REGISTERS,
     MULTICAST,
     PER_HEAD,
@@ -51,8 +45,6 @@ from cutlass_py_attn.launch.variants import (
     SHARED_END,
     SPLIT_KV,
     STANDARD,
-    TWO_CTA,
-    WIDE,
 )
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES
@@ -83,20 +75,9 @@ def backward_warps(build: Build) -> Build:
     )
 
 
-def column_warps(build: Build) -> Build:
-    """Returns the build with warpgroups that compute S of alternate tiles, and divide the columns of O or dQ."""
-    return replace(build, warps_scores=(WARPGROUP_WARPS, 1), warps_grad_q=(WARPGROUP_WARPS, WARPGROUPS))
-
-
-def wide_backward_warps(build: Build) -> Build:
-    """Returns the build with the same warps for the columns of dK and dV."""
-    build = column_warps(build)
-    return replace(build, warps_grad_v=build.warps_grad_q, warps_grad_k=build.warps_grad_q)
-
-
-def accumulator_limit(build: Build, limits: Architecture) -> int:
-    """Returns the registers of a thread of the warpgroups that compute."""
-    return sm90_smem.registers(build)[-1]
+def limited_by(registers: Callable[[Build], tuple[int, ...]]) -> Callable[[Build, Architecture], int]:
+    """Returns `accumulator_limit` of a kernel: the registers of a thread of the warpgroups that compute."""
+    return lambda build, limits: registers(build)[-1]
 
 
 def consumer_threads(build: Build) -> int:
@@ -107,21 +88,6 @@ def consumer_threads(build: Build) -> int:
 def forward_accumulators(build: Build) -> int:
     """Returns the registers of S, of the 16-bit weights beside it, and of O."""
     return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // consumer_threads(build)
-
-
-def _e4m3_accumulators(build: Build) -> int:
-    return sm90_e4m3.consumer_registers(build, consumer_threads(build))
-
-
-def _wide_accumulators(build: Build) -> int:
-    columns = max(sm90_wide.value_columns(build))
-    return build.tile_m * (build.tile_n + build.tile_n // 2 + columns) // consumer_threads(build)
-
-
-def _wide_backward_accumulators(build: Build) -> int:
-    gradients = sm90_wide_backward.GRAD_QUERY, sm90_wide_backward.GRAD_KEY, sm90_wide_backward.GRAD_VALUE
-    widest = max(max(sm90_wide_backward.result_columns(build, gradient)) for gradient in gradients)
-    return build.tile_m * (2 * build.tile_n + widest) // consumer_threads(build)
 
 
 def _backward_accumulators(build: Build) -> int:
@@ -138,17 +104,8 @@ def _with_gradients(build: Build, scores: int) -> int:
     return build.tile_n * (scores + build.columns + build.columns_value) // consumer_threads(build)
 
 
-def _two_cta_accumulators(build: Build) -> int:
-    """Returns the registers of a warpgroup that has one of both gradients."""
-    widest = max(build.columns, build.columns_value)
-    return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // consumer_threads(build)
-
-
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
-
-    Variant wide has a cluster for each pair of query tiles instead, and its backward two more for each pair of key
-    tiles.
 
     Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
     heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
@@ -157,10 +114,6 @@ def main_grid(build: Build) -> Grid:
     if build.variant == PER_HEAD:
         return _per_head_blocks(), ONE, ONE
     cluster = build.cluster
-    if build.variant == WIDE and build.kind == "backward":
-        return _wide_backward_grid(build)
-    if build.variant == WIDE:
-        return cluster * ceil_div(NUM_QUERIES, build.tile_m * cluster), NUM_HEADS, BATCH
     if build.shares_query_tiles:
         return _up_to_sms(WORK_TILES * NUM_SPLITS_KEY), ONE, ONE
     if SHARED_END in build.options:
@@ -181,14 +134,6 @@ def main_grid(build: Build) -> Grid:
 def _up_to_sms(work_tiles: Expr) -> Expr:
     """Returns the persistent blocks that compute so many work tiles: at least one, and one for each SM at most."""
     return maximum(minimum(NUM_SMS, work_tiles), 1)
-
-
-def _wide_backward_grid(build: Build) -> Grid:
-    """Returns the grid: for each key head a cluster for each pair of key tiles, twice, and for each of query tiles."""
-    cluster = build.cluster
-    key_pairs = ceil_div(NUM_KEYS, cluster * build.tile_n)
-    query_pairs = ceil_div(NUM_QUERIES, cluster * build.tile_m)
-    return cluster * (2 * key_pairs + GROUP * query_pairs), NUM_HEADS_KEY, BATCH
 
 
 def finish_kv_grid(build: Build) -> Grid:
@@ -220,7 +165,7 @@ def reason(roles: Callable[[Build], str]) -> Reason:
     return of_plan
 
 
-def _forward_reason(shares: str = "", loads: str = "one warp loads") -> Reason:
+def forward_reason(shares: str = "", loads: str = "one warp loads") -> Reason:
     """Returns `reason` of a forward; shares: how several blocks share work; loads: what the first warpgroup does."""
     return reason(lambda build: f"{shares}{_computing(build)} S and O, {loads}")
 
@@ -251,16 +196,11 @@ def _forward_maps(build: Build) -> dict[str, Tile]:
     return {**tiles, LAST_VALUE: tiles["value"]} if build.has(registry.PAGED) else tiles
 
 
-def _query_map(build: Build) -> dict[str, Tile]:
-    """Returns the map of the query: threads load the codes of key and value."""
-    return {"query": tma_tiles(build)["query"]}
-
-
 def _backward_maps(build: Build) -> dict[str, Tile]:
     return tma_tiles(build) | stored_tiles(build)
 
 
-_WITHOUT_DROPOUT: Final = ("softcap", "bias", "alibi", "sinks")
+WITHOUT_DROPOUT: Final = ("softcap", "bias", "alibi", "sinks")
 
 FORWARD: Final = FusedKernel(
     kind="forward",
@@ -275,11 +215,11 @@ FORWARD: Final = FusedKernel(
     shared_memory=sm90_smem.forward_map,
     products=no_products,
     accumulators=forward_accumulators,
-    accumulator_limit=accumulator_limit,
+    accumulator_limit=limited_by(sm90_smem.registers),
     main_grid=main_grid,
     num_splits_key=no_splits,
     tensor_maps=_forward_maps,
-    reason=_forward_reason(),
+    reason=forward_reason(),
 )
 MULTICAST_FORWARD: Final = replace(
     FORWARD,
@@ -288,55 +228,15 @@ MULTICAST_FORWARD: Final = replace(
     layouts=("grouped",),
     terms=(),
     lengths="long",
-    reason=_forward_reason(shares="two blocks of a cluster load keys and values for both: "),
+    reason=forward_reason(shares="two blocks of a cluster load keys and values for both: "),
 )
 SPLIT_KV_FORWARD: Final = replace(
     FORWARD,
     variant=SPLIT_KV,
     summary="blocks share the keys of each query tile; a second kernel joins their results",
-    terms=_WITHOUT_DROPOUT,
+    terms=WITHOUT_DROPOUT,
     lengths="few_queries",
-    reason=_forward_reason(shares="blocks share the keys of each query tile, of which there are fewer than SMs: "),
-)
-E4M3_FORWARD: Final = replace(
-    FORWARD,
-    variant=E4M3,
-    module="sm90.e4m3_forward",
-    summary="persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",
-    layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
-    terms=(),
-    shared_memory=sm90_e4m3.forward_map,
-    accumulators=_e4m3_accumulators,
-    reason=_forward_reason(loads="one warp loads, two transpose values"),
-)
-E4M3_CACHE_FORWARD: Final = replace(
-    FORWARD,
-    variant=E4M3_CACHE,
-    module="sm90.e4m3_cache_forward",
-    summary="persistent blocks over query tiles; one warpgroup converts every key and value tile of e4m3 codes to 16 "
-    "bits",
-    layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
-    tensor_maps=_query_map,
-    reason=_forward_reason(loads="one loads keys and values and converts them to 16 bits"),
-)
-WIDE_FORWARD: Final = replace(
-    FORWARD,
-    variant=WIDE,
-    module="sm90.wide_forward",
-    summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of "
-    "every key and value tile, and two warpgroups divide the columns of O",
-    layouts=registry.LAYOUTS,
-    terms=_WITHOUT_DROPOUT,
-    objections=tile_rules.wide,
-    with_warps=column_warps,
-    shared_memory=sm90_wide.forward_map,
-    accumulators=_wide_accumulators,
-    reason=reason(
-        lambda build: (
-            "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
-            "and half of the columns of O each, one warp loads"
-        )
-    ),
+    reason=forward_reason(shares="blocks share the keys of each query tile, of which there are fewer than SMs: "),
 )
 BACKWARD: Final = FusedKernel(
     kind="backward",
@@ -351,7 +251,7 @@ BACKWARD: Final = FusedKernel(
     shared_memory=sm90_smem.backward_map,
     products=no_products,
     accumulators=_backward_accumulators,
-    accumulator_limit=accumulator_limit,
+    accumulator_limit=limited_by(sm90_smem.registers),
     main_grid=main_grid,
     num_splits_key=num_splits_key,
     tensor_maps=_backward_maps,
@@ -359,7 +259,7 @@ BACKWARD: Final = FusedKernel(
     steps=steps_of,
 )
 # What the standard body and variant query_heads implement with score_rows.
-SCORE_ROWS_BACKWARD: Final = replace(BACKWARD, terms=_WITHOUT_DROPOUT)
+SCORE_ROWS_BACKWARD: Final = replace(BACKWARD, terms=WITHOUT_DROPOUT)
 PER_HEAD_BACKWARD: Final = replace(
     BACKWARD,
     variant=PER_HEAD,
@@ -392,45 +292,7 @@ KEY_REGISTERS_BACKWARD: Final = replace(
     accumulators=_keeps_ds_accumulators,
     reason=_backward_reason(dk=_DK_FROM_REGISTERS, dq="dQ from keys in registers"),
 )
-TWO_CTA_BACKWARD: Final = replace(
-    BACKWARD,
-    variant=TWO_CTA,
-    module="sm90.backward_2cta",
-    summary="clusters of two blocks over neighbouring key tiles; one warpgroup has dV, one dK, one dQ of both blocks",
-    layouts=("grouped",),
-    terms=(),
-    objections=tile_rules.two_cta,
-    shared_memory=sm90_smem.backward_2cta_map,
-    accumulators=_two_cta_accumulators,
-    reason=reason(
-        lambda build: (
-            "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
-        )
-    ),
-    steps=fixed_order,
-)
-WIDE_BACKWARD: Final = replace(
-    BACKWARD,
-    variant=WIDE,
-    module="sm90.wide_backward",
-    summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles for dQ, and over neighbouring "
-    "key tiles for dK and for dV; each block loads half of every other tile, and two warpgroups divide the columns",
-    terms=("softcap", "alibi", "sinks"),
-    objections=tile_rules.wide,
-    with_warps=wide_backward_warps,
-    shared_memory=sm90_wide_backward.backward_map,
-    accumulators=_wide_backward_accumulators,
-    reason=reason(
-        lambda build: (
-            "blocks of dQ keep Q and dO, blocks of dK keep K and V, blocks of dV keep K; two blocks of a cluster load "
-            "the other tiles for both: two warpgroups compute the scores of alternate tiles and half of the columns "
-            "of the gradient each, one warp loads"
-        )
-    ),
-    steps=fixed_order,
-)
 KERNELS: Final = (
-    *(FORWARD, MULTICAST_FORWARD, SPLIT_KV_FORWARD, WIDE_FORWARD, E4M3_FORWARD, E4M3_CACHE_FORWARD),
+    *(FORWARD, MULTICAST_FORWARD, SPLIT_KV_FORWARD),
     *(BACKWARD, PER_HEAD_BACKWARD, QUERY_HEADS_BACKWARD, DS_REGISTERS_BACKWARD, KEY_REGISTERS_BACKWARD),
-    *(TWO_CTA_BACKWARD, WIDE_BACKWARD),
 )

@@ -16,20 +16,14 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
-from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import registers as e4m3_cache_registers
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
 from cutlass_py_attn.launch.variants import (
-    E4M3,
-    E4M3_CACHE,
     KEY_REGISTERS,
-    MLA,
     PER_HEAD,
     SPECULATIVE,
     TWO_CTA,
-    WIDE,
 )
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -48,11 +42,6 @@ DROPOUT_TILES: Final = (32, 16, 8, 4)
 DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the backward generates together
 # Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
-WIDE_REGISTERS: Final = (24, 240)  # the same of variant wide
-MLA_REGISTERS: Final = (40, 232)  # the same of variant mla, whose producer finds pieces and pages
-MLA_CODES_REGISTERS: Final = (72, 216)  # the same of an e4m3 cache, whose codes the producer converts
-# The same of variant e4m3, whose first warpgroup also transposes values.
-E4M3_REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
 
 
@@ -192,53 +181,11 @@ def adds_in_order(build: Build) -> bool:
     return needs_order and grad_query_bytes(build) > 0 and is_faster
 
 
-def backward_2cta_map(build: Build) -> tuple[Buffer, ...]:
-    """Returns the map of the 2-CTA backward, with two stages of P and dS if they fit."""
-    maps = {count: _backward_2cta_with(build, count) for count in (2, 1)}
-    return maps[first_that_fits(build, maps.items())]
-
-
-def _backward_2cta_with(build: Build, score_stages: int) -> tuple[Buffer, ...]:
-    """Places the operands, the stages of P (whose place dS takes) and of the other block's dS, and all barriers.
-
-    other_key holds this block's columns of the other block's keys. Each stage has a full and an empty barrier.
-    """
-    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
-    query_stages, grad_output_stages = build.query_stages, build.grad_output_stages
-    scores = score_stages * tile_bytes(dtype, tile_m, tile_n)
-    return stack(
-        ("key", tile_bytes(dtype, tile_n, build.columns), 0, 7),
-        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
-        ("other_key", tile_bytes(dtype, tile_n, first_cta_columns(build)), 0, 7),
-        ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 6),
-        ("grad_output", grad_output_stages * tile_bytes(dtype, tile_m, build.columns_value), 0, 5),
-        ("p_ds", scores, 2, 7),
-        ("other_ds", scores, 4, 7),
-        ("logsumexp", query_stages * tile_m * F32_BYTES, 0, 2),
-        ("delta", grad_output_stages * tile_m * F32_BYTES, 0, 4),
-        ("barriers", 2 * BARRIER_BYTES * (query_stages + grad_output_stages + score_stages + 2), 0, 8),
-    )
-
-
-def first_cta_columns(build: Build) -> int:
-    """Returns the columns of dQ that the first block of a cluster computes: whole pieces. The second has no more."""
-    _, columns = grad_query_piece(build)
-    return ceil_div(build.columns, 2 * columns) * columns
-
-
 def registers(build: Build) -> tuple[int, ...]:
     """Returns the registers per thread of each role: loads, computes dQ (in the backward), computes the others.
 
     The last warpgroups hold scores and O, or dK and dV of 64 keys, and need a few registers beside them.
     """
-    if build.variant == WIDE:
-        return WIDE_REGISTERS
-    if build.variant == MLA:
-        return MLA_CODES_REGISTERS if build.has(registry.KV8_TILE) else MLA_REGISTERS
-    if build.variant == E4M3:
-        return E4M3_REGISTERS[build.tile_m]
-    if build.variant == E4M3_CACHE:
-        return e4m3_cache_registers(build)
     if build.kind == "forward":
         return FORWARD_REGISTERS[build.tile_m]
     if build.variant == TWO_CTA:

@@ -1,28 +1,23 @@
-"""Tile rules: with which tile, warps and stages each kernel body can be built, beside the rules of build_rules.py."""
+"""Rules of the sm90 kernels: with which tile, warps and stages they can be built, beside those of build_rules.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Objections, listed, refuse
-from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import MOST_VECTORS, rows_at_once, vectors_of_tile
-from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import REGISTERS as E4M3_CACHE_REGISTERS
-from cutlass_py_attn.kernels.sm90.e4m3_layout import TILE_N as E4M3_TILE_N
 from cutlass_py_attn.kernels.sm90.layout import (
     CONSUMER_WARPGROUPS,
     DQ_WARPGROUPS,
-    E4M3_REGISTERS,
     FORWARD_REGISTERS,
     LOAD_WARPGROUPS,
 )
-from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
     E4M3,
-    E4M3_CACHE,
     KEEPS_DS,
     KEY_REGISTERS,
     MULTICAST,
@@ -33,10 +28,8 @@ from cutlass_py_attn.launch.variants import (
     WIDE,
 )
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
-from cutlass_py_attn.score_terms import registry
 
 SM90_MAX_HEAD_DIM: Final = 256
-WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
 # tile_m by columns
 KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
 NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
@@ -45,7 +38,6 @@ SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value
 SM90_BACKWARD_TILE_M: Final = (64, 128)
 WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
 SM90_TILE_N: Final = (64, 256)  # least and most keys of the forward; wgmma has up to 256 columns
-_CODE_TILE_M: Final = {E4M3: tuple(E4M3_REGISTERS), E4M3_CACHE: tuple(E4M3_CACHE_REGISTERS)}
 
 
 def sm90_operands(build: Build) -> Objections:
@@ -60,17 +52,18 @@ def sm90_operands(build: Build) -> Objections:
         yield refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes; align them")
 
 
-def _sm90_head_dims(build: Build, kernels: str, widest: int, other: str) -> Objections:
+def sm90_head_dims(build: Build, kernels: str, widest: int, other: str) -> Objections:
+    """Yields the rule that head dims are at most `widest`; kernels: what ends there, other: what has wider ones."""
     for field in ("head_dim", "head_dim_value"):
         if getattr(build, field) > widest:
             yield refuse(build, field, f"{kernels} at {widest}; use {other}")
 
 
-def _sm90_standard(build: Build) -> Objections:
-    """Rules of operands and head dims of every sm90 kernel but those of variants wide and mla."""
+def sm90_standard(build: Build) -> Objections:
+    """Yields the rules of operands and head dims of every sm90 kernel but those of variants wide and mla."""
     yield from sm90_operands(build)
     kernels, other = "the sm90 kernels of narrower heads end", f"variant {WIDE} or family sm80"
-    yield from _sm90_head_dims(build, kernels, SM90_MAX_HEAD_DIM, other)
+    yield from sm90_head_dims(build, kernels, SM90_MAX_HEAD_DIM, other)
 
 
 def consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objections:
@@ -86,31 +79,39 @@ def consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Objections
         )
 
 
-def sm90_forward(build: Build) -> Objections:
-    """Yields the rules of the sm90 forwards whose warpgroups have query rows each."""
-    yield from _sm90_standard(build)
-    row_choices = _CODE_TILE_M.get(build.variant, tuple(FORWARD_REGISTERS))
+def forward_rows(build: Build, row_choices: Iterable[int]) -> Objections:
+    """Yields the rules of every forward whose warpgroups have query rows each, of so many in all."""
+    yield from sm90_standard(build)
     wrong_warps = [*consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in row_choices))]
     yield from wrong_warps
     rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
     if not wrong_warps and build.tile_m != rows:
         yield refuse(build, "tile_m", f"each warpgroup owns {WARPGROUP_ROWS} rows; use {rows}, or other warps")
+
+
+def forward_keys(build: Build) -> Objections:
+    """Yields the rules of the keys of a tile of a forward of 16-bit operands."""
     least, most = SM90_TILE_N
-    if build.variant == E4M3:
-        if build.tile_n not in E4M3_TILE_N:
-            reason = f"a transposed value tile has whole strips; use {listed(E4M3_TILE_N)}"
-            yield refuse(build, "tile_n", reason)
-    elif build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
+    if build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
         reason = f"wgmma sums over {WGMMA_DEPTH} keys at once; use a multiple of that from {least} to {most}"
         yield refuse(build, "tile_n", reason)
     if build.has("dropout") and build.tile_n % WARPGROUP_ROWS:
         yield refuse(
             build, "tile_n", f"each thread has whole words of dropout bits; use a multiple of {WARPGROUP_ROWS}"
         )
-    if build.variant == E4M3_CACHE:
-        yield from _e4m3_cache(build)
+
+
+def two_key_tiles(build: Build) -> Objections:
+    """Yields the rule that a forward has two key tiles in flight."""
     if build.query_stages < 2:
         yield refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
+
+
+def sm90_forward(build: Build) -> Objections:
+    """Yields the rules of the forwards of 16-bit operands of narrower heads."""
+    yield from forward_rows(build, FORWARD_REGISTERS)
+    yield from forward_keys(build)
+    yield from two_key_tiles(build)
     if build.variant == MULTICAST and not build.form.grows:
         yield refuse(build, "mask", "variant multicast is built for causal masks; use the standard variant")
     if build.variant == SPLIT_KV and build.form.has_left:
@@ -119,87 +120,28 @@ def sm90_forward(build: Build) -> Objections:
         yield refuse(build, "tile_m", f"variant multicast has two warpgroups that compute; use {2 * WARPGROUP_ROWS}")
 
 
-def _e4m3_cache(build: Build) -> Objections:
-    if not build.has(registry.KV8):
-        reason = f"variant {E4M3_CACHE} converts keys and values of e4m3 codes; use the standard variant"
-        yield refuse(build, "variant", reason)
-    at_once, most = rows_at_once(build), MOST_VECTORS
-    if build.tile_n % at_once:
-        yield refuse(build, "tile_n", f"a warpgroup converts {at_once} rows at once; use a multiple of that")
-    elif build.tile_n > WARPGROUP_THREADS:
-        yield refuse(build, "tile_n", f"each of {WARPGROUP_THREADS} threads copies the scales of one row; use fewer")
-    elif vectors_of_tile(build) > most:
-        reason = f"a thread has registers for {most} vectors of codes, not {vectors_of_tile(build)}; use fewer keys"
-        yield refuse(build, "tile_n", reason)
-
-
-def wide(build: Build) -> Objections:
-    """Yields the rules of the forward and backward of variant wide."""
-    yield from sm90_operands(build)
-    yield from _sm90_head_dims(build, f"variant {WIDE} ends", WIDE_MAX_HEAD_DIM, "family sm80")
-    if build.kind == "backward":
-        yield from _all_gradients(build)
-    for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
-        if getattr(build, field) != WARPGROUP_ROWS:
-            yield refuse(build, field, f"in variant wide {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
-    yield from consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
-    if build.query_stages < 2:
-        yield refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
-    if build.kind == "backward" and build.grad_output_stages != build.query_stages:
-        reason = f"must be query_stages = {build.query_stages}: one ring has chunks of all tiles; set it so"
-        yield refuse(build, "grad_output_stages", reason)
-    if build.key_stages != 1:
-        yield refuse(build, "key_stages", "variant wide has no stages of the key tile; use 1")
-    if build.score_rows:
-        yield refuse(build, "score_rows", "variant wide computes all rows of a tile at once; use 0")
-    if max(build.head_dim, build.head_dim_value) <= SM90_MAX_HEAD_DIM:
-        reason = f"variant wide is for head dims beyond {SM90_MAX_HEAD_DIM}; use the standard variant"
-        yield refuse(build, "head_dim", reason)
-
-
 def sm90_backward(build: Build) -> Objections:
     """Yields the rules of the sm90 backwards whose warpgroups have keys each."""
-    yield from _sm90_standard(build)
-    yield from _all_gradients(build)
+    yield from sm90_standard(build)
+    yield from all_gradients(build)
     with_one = build.variant == STANDARD and not build.score_rows and not build.has("dropout")
-    yield from _backward_warps(build, (1, CONSUMER_WARPGROUPS) if with_one else (CONSUMER_WARPGROUPS,))
+    yield from backward_warp_rules(build, (1, CONSUMER_WARPGROUPS) if with_one else (CONSUMER_WARPGROUPS,))
     yield from _sm90_backward_tile(build)
 
 
-def _all_gradients(build: Build) -> Objections:
+def all_gradients(build: Build) -> Objections:
+    """Yields the rule that a backward computes the gradients of all operands."""
     if not {*OPERANDS} <= {*build.gradients}:
         yield refuse(build, "gradients", f"the sm90 backward computes all of {', '.join(OPERANDS)}; use family sm80")
 
 
-def _backward_warps(build: Build, allowed: tuple[int, ...]) -> Objections:
-    """Rules of the warps, and of the stages that they share; allowed: warpgroups that compute S and dP."""
+def backward_warp_rules(build: Build, allowed: tuple[int, ...]) -> Objections:
+    """Yields the rules of the warps, and of the stages that they share; allowed: warpgroups that compute S and dP."""
     yield from consumers(build, LOAD_WARPGROUPS + DQ_WARPGROUPS, allowed)
     if build.query_stages < 2:
         yield refuse(build, "query_stages", "a stage is in use until the next tile is multiplied; use 2 or more")
     if build.key_stages > 2:
         yield refuse(build, "key_stages", "the kernel has at most two key tiles in flight; use 1 or 2")
-
-
-def two_cta(build: Build) -> Objections:
-    """Yields the rules of the backward of variant 2cta."""
-    yield from _sm90_standard(build)
-    yield from _all_gradients(build)
-    yield from _backward_warps(build, (CONSUMER_WARPGROUPS,))
-    for field, reason in (("tile_m", "dQ of both blocks has"), ("tile_n", "one warpgroup has one gradient of")):
-        if getattr(build, field) != WARPGROUP_ROWS:
-            yield refuse(build, field, f"in variant 2cta {reason} {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
-    if max(build.head_dim, build.head_dim_value) <= NARROW_HEAD_DIM:
-        yield refuse(
-            build, "head_dim", f"variant 2cta is for head dims beyond {NARROW_HEAD_DIM}; use the standard variant"
-        )
-    if build.grad_output_stages < 2:
-        yield refuse(build, "grad_output_stages", "a stage is in use until the next tile is multiplied; use 2 or more")
-    if build.key_stages != 1:
-        yield refuse(build, "key_stages", "variant 2cta has one key tile in flight; use 1")
-    if build.score_rows:
-        yield refuse(build, "score_rows", "variant 2cta computes all rows of a tile at once; use 0")
-    if build.deterministic:
-        yield refuse(build, "deterministic", "variant 2cta adds dQ in any order; use family sm80")
 
 
 def _sm90_backward_tile(build: Build) -> Objections:

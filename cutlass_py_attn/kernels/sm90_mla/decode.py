@@ -46,8 +46,6 @@ from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.decode.chunk_schedule import ChunkSchedule, Piece, Place
 from cutlass_py_attn.kernels.decode.persistent import CombinePieces
 from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
-from cutlass_py_attn.kernels.sm90.layout import registers
 from cutlass_py_attn.kernels.sm90.named_barriers import MlaDecodeBarrier
 from cutlass_py_attn.kernels.sm90_mla.latent_codes import LatentCodes
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing, LatentTile
@@ -60,7 +58,9 @@ from cutlass_py_attn.kernels.sm90_mla.layout import (
     VALUE_CHUNKS,
     WARP_ROWS,
     WARPGROUPS,
+    registers,
 )
+from cutlass_py_attn.kernels.sm90_wide.alternating_softmax import AlternatingSoftmax
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS

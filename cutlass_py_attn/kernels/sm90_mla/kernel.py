@@ -13,7 +13,16 @@ from cutlass_py_attn.kernels.kernel import FusedKernel, Tile, no_products, no_sp
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS, tma_tiles
 from cutlass_py_attn.kernels.sm90.rules import consumers, sm90_operands
-from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS, ROPE_COLUMNS, SLOTS, WARP_ROWS, WARPGROUPS, forward_map
+from cutlass_py_attn.kernels.sm90_mla.layout import (
+    HEAD_DIMS,
+    ROPE_COLUMNS,
+    SLOTS,
+    WARP_ROWS,
+    WARPGROUPS,
+    forward_map,
+    registers,
+)
+from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.variants import MLA
@@ -67,11 +76,11 @@ FORWARD: Final = FusedKernel(
     "warpgroups compute S of alternate key tiles and divide the columns of O",
     layouts=("grouped", registry.PAGED, "varlen", registry.KV8, registry.KV8_TILE),
     objections=_objections,
-    with_warps=sm90.column_warps,
+    with_warps=sm90_wide.column_warps,
     shared_memory=forward_map,
     products=no_products,
     accumulators=_accumulators,
-    accumulator_limit=sm90.accumulator_limit,
+    accumulator_limit=sm90.limited_by(registers),
     main_grid=decode.main_grid,
     num_splits_key=no_splits,
     tensor_maps=_tensor_maps,

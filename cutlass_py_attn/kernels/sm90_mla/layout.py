@@ -18,7 +18,10 @@ from cutlass_py_attn.kernels.decode.layout import SCHEDULE_WORDS
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, stack, tile_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
 
+REGISTERS: Final = (40, 232)  # of a thread of the producer, which finds pieces and pages, and of those that compute
+CODES_REGISTERS: Final = (72, 216)  # the same of an e4m3 cache, whose codes the producer converts
 HEAD_DIMS: Final = (576, 512)  # of key and value: DeepSeek's 512 latent columns and 64 of the rotary embedding
 WARPGROUPS: Final = 2  # that compute; each has half of the columns of O
 SLOTS: Final = 2
@@ -50,3 +53,8 @@ def forward_map(build: Build) -> tuple[Buffer, ...]:
         ("barriers", BARRIER_BYTES * SLOTS * (len(CHUNKS) + WARPGROUPS), 0, 3),
         ("schedule", SCHEDULE_WORDS * WORD_BYTES, 0, 0),
     )
+
+
+def registers(build: Build) -> tuple[int, ...]:
+    """Returns the registers per thread of each role: loads, computes."""
+    return CODES_REGISTERS if build.has(registry.KV8_TILE) else REGISTERS

@@ -11,6 +11,7 @@ from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import tiles
 from cutlass_py_attn.plan.families import FAMILIES
@@ -90,7 +91,7 @@ def test_fields(kernel: Kernel) -> None:
         (sm90.DS_REGISTERS_BACKWARD, TERMS - {"bias", "sinks"}),
         (sm90.KEY_REGISTERS_BACKWARD, TERMS - {"sinks"}),
         (sm90.SCORE_ROWS_BACKWARD, {"dropout"}),
-        (sm90.TWO_CTA_BACKWARD, TERMS),
+        (sm90_backward_2cta.BACKWARD, TERMS),
         (KERNELS["forward", "decode", ""], TERMS),
     ],
 )

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.kernels.sm90.e4m3_layout import part_columns
-from cutlass_py_attn.kernels.sm90.layout import registers
+from cutlass_py_attn.kernels.sm90_e4m3.layout import part_columns, registers
 from cutlass_py_attn.launch.variants import E4M3
 from cutlass_py_attn.plan import build_rules, planner
 from cutlass_py_attn.problem.problem import Problem

@@ -8,8 +8,7 @@ import pytest
 
 from cutlass_py_attn.cli.symbols import parse_symbol
 from cutlass_py_attn.errors import DoesNotFit
-from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import MOST_VECTORS, rows_at_once, vectors_of_tile
-from cutlass_py_attn.kernels.sm90.layout import registers
+from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import MOST_VECTORS, registers, rows_at_once, vectors_of_tile
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import E4M3_CACHE

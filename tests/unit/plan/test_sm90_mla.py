@@ -13,8 +13,16 @@ import pytest
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
-from cutlass_py_attn.kernels.sm90_mla.layout import CHUNKS, HALVES, P_STRIP, SLOTS, STRIPS, VALUE_CHUNKS, VALUE_STRIPS
+from cutlass_py_attn.kernels.sm90_mla.layout import (
+    CHUNKS,
+    HALVES,
+    P_STRIP,
+    SLOTS,
+    STRIPS,
+    VALUE_CHUNKS,
+    VALUE_STRIPS,
+    registers,
+)
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.tile_config import TileConfig
@@ -392,7 +400,7 @@ def test_a_cache_of_codes_has_the_map_of_its_16_bit_columns() -> None:
     names = [name for name, _ in abi.fields_of(plan.build)]
     assert {"key_scale_tile", "key_scale_page", "key_rope_head"} <= {*names}
     assert "value_scale" not in names
-    assert sum(sm90_smem.registers(plan.build)[side] * count for side, count in ((0, 1), (-1, 2))) == 504
+    assert sum(registers(plan.build)[side] * count for side, count in ((0, 1), (-1, 2))) == 504
     assert "scales of each 128 columns of a row" in plan.explain()
     assert "four warps load keys and convert their e4m3 codes" in plan.reason
 

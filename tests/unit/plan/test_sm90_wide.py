@@ -1,4 +1,4 @@
-"""Tests of kernels/sm90/wide_layout.py: columns, chunks and their order, shared memory, and the planner's choice."""
+"""Tests of kernels/sm90_wide/layout.py: columns, chunks and their order, shared memory, and the planner's choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of
-from cutlass_py_attn.kernels.sm90 import wide_layout as sm90_wide
+from cutlass_py_attn.kernels.sm90_wide import layout as sm90_wide
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig

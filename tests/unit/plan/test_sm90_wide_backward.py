@@ -1,4 +1,4 @@
-"""Tests of kernels/sm90/wide_backward_layout.py: order of chunks, shared memory, grid, and the planner's choice."""
+"""Tests of kernels/sm90_wide/backward_layout.py: order of chunks, shared memory, grid, and the planner's choice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import DoesNotFit
-from cutlass_py_attn.kernels.sm90 import wide_backward_layout as sm90_wide_backward
-from cutlass_py_attn.kernels.sm90.wide_backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, Gradient
+from cutlass_py_attn.kernels.sm90_wide import backward_layout as sm90_wide_backward
+from cutlass_py_attn.kernels.sm90_wide.backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, Gradient
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig

@@ -16,6 +16,8 @@ from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
 
+# Registers per thread by tile_m: of the warpgroup that loads and transposes values, of those that compute.
+REGISTERS: Final = {64: (56, 240), 128: (40, 232), 192: (32, 160)}
 TRANSPOSING_WARPS: Final = 2
 FIRST_TRANSPOSING_WARP: Final = 2
 TILE_N: Final = (64, 128)  # keys of a tile: whole strips of transposed values
@@ -53,3 +55,8 @@ def _forward_with(build: Build, query_stages: int) -> tuple[Buffer, ...]:
 def consumer_registers(build: Build, threads: int) -> int:
     """Returns the registers of a consumer thread for S, the weights as 8-bit numbers, O and the sum of a key tile."""
     return build.tile_m * (build.tile_n + build.tile_n // 4 + build.columns_value + part_columns(build)) // threads
+
+
+def registers(build: Build) -> tuple[int, ...]:
+    """Returns the registers per thread of each role: loads and transposes, computes."""
+    return REGISTERS[build.tile_m]

@@ -32,15 +32,15 @@ from cutlass_py_attn.kernels.common.wgmma import (
     smem_tile_at,
 )
 from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_q, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm90 import wide_backward_layout as sm90_wide_backward
-from cutlass_py_attn.kernels.sm90.chunk_ring import ChunkRing
 from cutlass_py_attn.kernels.sm90.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.kernels.sm90.wide_backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, RESIDENT, Gradient
-from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
-from cutlass_py_attn.kernels.sm90.wide_scores import Statistics, WideScores
+from cutlass_py_attn.kernels.sm90_wide import backward_layout as sm90_wide_backward
+from cutlass_py_attn.kernels.sm90_wide.backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, RESIDENT, Gradient
+from cutlass_py_attn.kernels.sm90_wide.chunk_ring import ChunkRing
+from cutlass_py_attn.kernels.sm90_wide.layout import WARPGROUPS
+from cutlass_py_attn.kernels.sm90_wide.scores import Statistics, WideScores
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 

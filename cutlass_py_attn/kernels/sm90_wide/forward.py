@@ -35,15 +35,15 @@ from cutlass_py_attn.kernels.common.wgmma import (
     smem_tile_at,
 )
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.sm90 import wide_layout as sm90_wide
-from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
-from cutlass_py_attn.kernels.sm90.chunk_ring import ChunkRing
 from cutlass_py_attn.kernels.sm90.cluster import Cluster
-from cutlass_py_attn.kernels.sm90.layout import registers, tma_tiles
+from cutlass_py_attn.kernels.sm90.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS
+from cutlass_py_attn.kernels.sm90_wide import layout as sm90_wide
+from cutlass_py_attn.kernels.sm90_wide.alternating_softmax import AlternatingSoftmax
+from cutlass_py_attn.kernels.sm90_wide.chunk_ring import ChunkRing
+from cutlass_py_attn.kernels.sm90_wide.layout import WARPGROUPS, registers
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS

@@ -18,7 +18,7 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view
 from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
-from cutlass_py_attn.kernels.sm90.wide_backward_layout import Gradient
+from cutlass_py_attn.kernels.sm90_wide.backward_layout import Gradient
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS

@@ -30,12 +30,12 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.e4m3_layout import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS, part_columns
-from cutlass_py_attn.kernels.sm90.e4m3_softmax import SPECULATIVE_BITS, WEIGHT_BITS, E4m3Softmax, a_operand, convert
 from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
-from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
+from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, splits_key_loop, tma_tiles
 from cutlass_py_attn.kernels.sm90.tile_scheduler import LastRoundsScheduler, TileScheduler, WorkTile
-from cutlass_py_attn.kernels.sm90.value_transpose import ValueTranspose
+from cutlass_py_attn.kernels.sm90_e4m3.layout import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS, part_columns, registers
+from cutlass_py_attn.kernels.sm90_e4m3.softmax import SPECULATIVE_BITS, WEIGHT_BITS, E4m3Softmax, a_operand, convert
+from cutlass_py_attn.kernels.sm90_e4m3.value_transpose import ValueTranspose
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS

@@ -26,10 +26,11 @@ from cutlass_py_attn.kernels.common import e4m3, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.wgmma import row_view
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.e4m3_cache_tiles import CodedTile, E4m3CacheTiles
 from cutlass_py_attn.kernels.sm90.forward import ConsumerState, ForwardSm90, Pipelines
 from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import registers
+from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import CodedTile, E4m3CacheTiles
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
@@ -59,6 +60,7 @@ class ForwardE4m3CacheSm90(ForwardSm90):
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
+        self.registers = registers(build)
         self.cluster = ConvertingCta(build)
         self.tiles = E4m3CacheTiles(build)
 

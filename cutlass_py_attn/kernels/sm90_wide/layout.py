@@ -18,6 +18,7 @@ from cutlass_py_attn.launch.build import WIDE_COLUMN_MULTIPLE, Buffer, Build
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
+REGISTERS: Final = (24, 240)  # of a thread of the warpgroup that loads, and of those that compute
 WARPGROUPS: Final = 2  # that compute
 STATISTICS: Final = 3  # of a row: maximum, factor of O, sum; one of each for each warpgroup
 CHUNK_STRIPS: Final = 2  # of 64 columns in a chunk of keys or values
@@ -121,3 +122,8 @@ def _forward_with(build: Build, stages: int) -> tuple[Buffer, ...]:
         ("row_statistics", STATISTICS * WARPGROUPS * tile_m * F32_BYTES, 2, 4),
         ("barriers", BARRIER_BYTES * ((WARPGROUPS + 1) * stages + 1), 0, 3),
     )
+
+
+def registers(build: Build) -> tuple[int, ...]:
+    """Returns the registers per thread of each role: loads, computes."""
+    return REGISTERS

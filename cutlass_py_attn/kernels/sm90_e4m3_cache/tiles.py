@@ -22,14 +22,14 @@ from cutlass_py_attn.kernels.common import e4m3, paging, params, tile_copy
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.kernels.sm90.e4m3_cache_layout import (
+from cutlass_py_attn.kernels.sm90_e4m3.value_transpose import SwizzledTile
+from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import (
     VECTOR_BYTES,
     VECTOR_CODES,
     rows_at_once,
     threads_of_row,
     vectors_of_row,
 )
-from cutlass_py_attn.kernels.sm90.value_transpose import SwizzledTile
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import swizzle_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.kernels.sm90.wide_layout import WARPGROUPS, Chunk, chunk_columns, chunks_of
+from cutlass_py_attn.kernels.sm90_wide.layout import WARPGROUPS, Chunk, chunk_columns, chunks_of
 from cutlass_py_attn.launch.build import WIDE_COLUMN_MULTIPLE, Buffer, Build
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutlass_py_attn.kernels.common import tile_copy
-from cutlass_py_attn.kernels.sm90.e4m3_layout import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS
+from cutlass_py_attn.kernels.sm90_e4m3.layout import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.smem import swizzle_bytes
