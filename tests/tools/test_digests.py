@@ -126,8 +126,9 @@ def test_the_launch_covers_parameters_launchers_and_plans() -> None:
     found = digests.launch_files(ROOT)
     names = ("params", "fill", "binding", "plan_launchers", "kernel_launch", "driver_calls", "tensor_maps", "driver")
     assert {f"cutlass_py_attn/runtime/{name}.py" for name in names} <= set(found)
-    plans = ("planner", "launch_rules", "abi", "entry_points", "tiles", "sm80", "sm90", "decode", "split_kv")
-    assert {f"cutlass_py_attn/plan/{name}.py" for name in plans} <= set(found)
+    plans = ("plan/planner", "plan/launch_rules", "plan/tiles", "launch/abi", "launch/entry_points", "launch/split_kv")
+    kernels = ("kernels/sm80/kernel", "kernels/sm90/kernel", "kernels/decode/kernel")
+    assert {f"cutlass_py_attn/{name}.py" for name in (*plans, *kernels)} <= set(found)
 
 
 def test_the_checks_cover_the_verifier_the_random_cases_and_what_they_import() -> None:

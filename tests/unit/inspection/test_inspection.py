@@ -120,8 +120,8 @@ def test_titles_are_what_all_places_begin_with() -> None:
     [
         ("sm80/forward", "01234"),
         ("sm90/forward", "1234"),
-        ("sm90/wide_forward", "1234"),
-        ("sm90/wide_gradient", "123478"),
+        ("sm90_wide/forward", "1234"),
+        ("sm90_wide/gradient", "123478"),
         ("sm80_split_d/forward", "01234"),
         ("decode/forward", "01234"),
         ("sm80/backward", "012345678"),
