@@ -17,7 +17,9 @@ from cutlass_py_attn.problem import spec
 _RECORD = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OF_A_RUN = ("folder", "output", "samples", "sustained")  # parameters that only a measurement has
 # \b on a line of its own keeps click from wrapping the paragraph.
-_WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + spec.GRAMMAR.partition("\n\n")[2]
+_WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + "\n".join(
+    f"{word.shown:<40}{word.meaning}" for word in spec.WORDS
+)
 
 
 @click.command(epilog=_WORDS)

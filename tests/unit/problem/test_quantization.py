@@ -1,15 +1,13 @@
 """Tests of e4m3 codes in a Problem: its dtypes and scales, and every reason to refuse them."""
 
 from __future__ import annotations
-
-from typing import Any
-
-import pytest
-
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.serialize import from_json, to_json
+from cutlass_py_attn.problem.serialize import from_json
+from cutlass_py_attn.problem.serialize import to_json
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor
+from typing import Any
+import pytest
 
 PAGED = parse("bf16_d64_q1_s64_b3_h8k2_full_paged16_kv8_descalehead").problem("forward")
 SHAPES = "(), (1,), (2,), (3, 2), (13, 16, 2)"
@@ -178,9 +176,12 @@ def test_a_backward_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("e4m3_d64_s64_b1_h1_full_kv8", "but the dtype is e4m3; leave one of both out"),
-        ("bf16_d64_s64_b1_h1_full_f16out", "f16out belongs to e4m3, but the dtype is bf16"),
-        ("bf16_d64_s64_b1_h1_full_descalehead", "descalehead belongs to e4m3 or kv8, but the dtype is bf16"),
+        (
+            "e4m3_d64_s64_b1_h1_full_kv8",
+            "'kv8' belongs to f16 or bf16 or f32; write f16 or bf16 or f32 or leave it out",
+        ),
+        ("bf16_d64_s64_b1_h1_full_f16out", "'f16out' belongs to e4m3; write e4m3 or leave it out"),
+        ("bf16_d64_s64_b1_h1_full_descalehead", "'descalehead' belongs to e4m3 or kv8"),
         ("e4m3_d64_s64_b1_h1_full_descalerow", "descalerow belongs to kv8"),
     ],
 )
