@@ -1,6 +1,6 @@
 """Bench peers: torch's kernels, FlashAttention-4 and cuDNN on the same memory as ours, timed by CUDA graph replays.
 
-Torch is no dependency: only this module and flash4.py import it, and if it is not installed there are no peers.
+Torch is no dependency: if it is not installed there are no peers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from cutlass_py_attn.bench import cudnn_frontend, flash4
+from cutlass_py_attn.bench.harness import Measurement
 from cutlass_py_attn.bench.timing import Timed
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.spec import BATCH_BROADCAST, ProblemSpec
 from cutlass_py_attn.problem.tensors import FLOAT8
+from tools.bench import cudnn_frontend, flash4
 
 BACKENDS: Final = {
     "mem_efficient": "EFFICIENT_ATTENTION",
@@ -62,16 +63,6 @@ class TorchCall:
         """Returns the gradients of the leaves; may be called again with the same output."""
         autograd: Any = importlib.import_module("torch.autograd")
         return autograd.grad(forwarded, self.leaves, self.grad_output, retain_graph=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """A peer's time of one call. milliseconds: None if the peer refused or failed; `refusal` has the reason then."""
-
-    peer: str
-    version: str
-    milliseconds: float | None
-    refusal: str = ""
 
 
 def names(case: ProblemSpec) -> tuple[str, ...]:

@@ -7,17 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cutlass_py_attn.bench import cases, flash4, harness
-from cutlass_py_attn.bench import peers as bench_peers
+from cutlass_py_attn.bench import cases
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import parse
-from tests.support import fakes
+from tools.bench import flash4, peers
 
 DENSE = "bf16_d64_s512_b2_h4_causal"
 VARLEN = "bf16_d64_s64_t200_h4k2_causal"
@@ -76,7 +74,7 @@ def prepared(name: str) -> Any:
     vectors = ("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "sinks")
     arrays = ("query", "key", "value", "grad_output", *vectors)
     torch = SimpleNamespace(from_dlpack=FakeTensor, int32="int32")
-    return bench_peers.prepare(torch, "fa4", parse(name), "backward", {key: key for key in arrays})
+    return peers.prepare(torch, "fa4", parse(name), "backward", {key: key for key in arrays})
 
 
 def test_both_directions_call_the_package_with_the_same_options(interface: FakeInterface) -> None:
@@ -188,13 +186,13 @@ def test_values_in_the_keys_are_their_first_columns(interface: FakeInterface) ->
 ])  # fmt: skip
 def test_it_takes_what_it_has_an_argument_for(interface: FakeInterface, name: str, taken: bool) -> None:
     assert flash4.takes(parse(name)) is taken
-    assert ("fa4" in bench_peers.names(parse(name))) is taken
+    assert ("fa4" in peers.names(parse(name))) is taken
 
 
 def test_it_is_no_peer_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4, "DISTRIBUTION", "no-such-distribution")
     assert not flash4.is_installed()
-    assert "fa4" not in bench_peers.names(parse(DENSE))
+    assert "fa4" not in peers.names(parse(DENSE))
 
 
 # Compilation ahead
@@ -327,13 +325,3 @@ def test_processes_that_die_do_not_end_the_run(monkeypatch: pytest.MonkeyPatch) 
     with without_variables(monkeypatch):
         found = flash4.compile_ahead([(parse(DENSE), ("forward",))], (9, 0), 132)
     assert found == ["ahead: a process was terminated"]
-
-
-@pytest.mark.usefixtures("graphs")
-def test_a_run_compiles_peers_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    monkeypatch.setattr(bench_peers, "compile_ahead", lambda *arguments: log.append(f"compile {arguments[1:]}"))
-    monkeypatch.setattr(harness, "Folder", lambda folder: fakes.artifact)
-    monkeypatch.setattr(bench_peers, "measure", lambda *arguments: log.append("measure") or iter(()))
-    harness.run(["bf16_d64_s64_b2_h2_full"], "", Path("kernels"), None, 5)
-    assert log == ["compile ((9, 0), 132)", "measure", "measure"]

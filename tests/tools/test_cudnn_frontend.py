@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.bench import cudnn_frontend
-from cutlass_py_attn.bench import peers as bench_peers
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor
+from tools.bench import cudnn_frontend, peers
 
 E4M3 = "e4m3_d64_s512_b2_h4_causal"
 DECODE = "bf16_d64_q1_s512_b2_h4k2_full_paged16"
@@ -159,7 +158,7 @@ def stored(name: str) -> dict[str, FakeTensor]:
 
 def prepared(name: str) -> Any:
     """The call of a case."""
-    return bench_peers.prepare(fake_torch(), "cudnn_frontend", parse(name), "forward", stored(name))
+    return peers.prepare(fake_torch(), "cudnn_frontend", parse(name), "forward", stored(name))
 
 
 def described(call: Any, node: Node) -> tuple[str, Any]:
@@ -263,10 +262,10 @@ def test_another_library_than_torch_s_is_refused(cudnn: FakeCudnn) -> None:
 ])  # fmt: skip
 def test_it_takes_what_it_has_an_argument_for(name: str, taken: bool) -> None:
     assert cudnn_frontend.takes(parse(name)) is taken
-    assert ("cudnn_frontend" in bench_peers.names(parse(name))) is taken
+    assert ("cudnn_frontend" in peers.names(parse(name))) is taken
 
 
 def test_it_is_no_peer_if_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudnn_frontend, "DISTRIBUTION", "no-such-distribution")
     assert not cudnn_frontend.is_installed()
-    assert "cudnn_frontend" not in bench_peers.names(parse(E4M3))
+    assert "cudnn_frontend" not in peers.names(parse(E4M3))
