@@ -4,42 +4,31 @@ problem/spec.py has the grammar of a case's name; bench/cases.py lists the publi
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import contextmanager
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.artifact import Folder
-from cutlass_py_attn.bench import cases as bench_cases
-from cutlass_py_attn.bench import timing
-from cutlass_py_attn.bench.timing import SAMPLES
-from cutlass_py_attn.bench.timing import Timed
-from cutlass_py_attn.bench.timing import sm_clock_mhz
-from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.spec import parse
-from cutlass_py_attn.problem.tensors import Tensor
-from cutlass_py_attn.runtime import arrays
-from cutlass_py_attn.runtime import driver
-from cutlass_py_attn.runtime import frameworks
-from cutlass_py_attn.runtime.binding import Bound
-from cutlass_py_attn.runtime.binding import bind_problem
-from dataclasses import asdict
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-from typing import Final
+
 import dataclasses
 import functools
 import json
 import math
-import numpy as np
 import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.bench import cases as bench_cases
+from cutlass_py_attn.bench import timing
+from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
+from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.spec import ProblemSpec, parse
+from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.runtime import arrays, driver, frameworks
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 
 RANDOM_ELEMENTS: Final = 1 << 20  # the inputs repeat this many random values; other values take the same time
 CODE_SCALE: Final = 1.0  # of every e4m3 code

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import cutlass_py_attn as attn
-from cutlass_py_attn import conventions
+from cutlass_py_attn import torch_ops
 from cutlass_py_attn.plan.plan import Plan
 from tests.support.fakes import InterfaceArray, artifact
 
@@ -501,7 +501,7 @@ def calls_of_operators() -> Iterator[BadCall]:
     import inspect
 
     for name, arguments in OPERATORS.items():
-        function = getattr(conventions, name)
+        function = getattr(torch_ops, name)
         allowed = inspect.signature(function).parameters
 
         def bad(argument: str, kind: str, value: Any, text: str, function: Any = function, name: str = name,
@@ -533,14 +533,14 @@ def calls_of_operators() -> Iterator[BadCall]:
     for kind, value in {"str": "yes", "ints": (1, 1, 1, 0), "short": (True,), "None": None}.items():
         arguments = {**OPERATORS["scaled_dot_product_efficient_attention_backward"], "grad_input_mask": value}
         yield BadCall(f"grad_input_mask {kind}",
-                      functools.partial(conventions.scaled_dot_product_efficient_attention_backward, **arguments),
+                      functools.partial(torch_ops.scaled_dot_product_efficient_attention_backward, **arguments),
                       given("grad_input_mask", value))  # fmt: skip
     tokens = {name: FORWARD[name][0] for name in FORWARD}
     for name in ("max_q", "max_k"):
         for kind, value in NOT_INTS.items():
             arguments = {**OPERATORS["flash_attention_forward"], **tokens, **PACKED, name: value, "kernels": artifact}
             yield BadCall(f"flash packed {name} {kind}",
-                          functools.partial(conventions.flash_attention_forward, **arguments),
+                          functools.partial(torch_ops.flash_attention_forward, **arguments),
                           given(name, value))  # fmt: skip
 
 

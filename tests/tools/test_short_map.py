@@ -1,25 +1,25 @@
 """Tests of the map of short sequences with the fake driver, and of its pictures."""
 
 from __future__ import annotations
+
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.bench import cases
-from cutlass_py_attn.bench import harness
+from cutlass_py_attn.bench import cases, harness
 from cutlass_py_attn.errors import DriverError
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.spec import parse
-from pathlib import Path
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tools.bench import peers
-from tools.bench import short_map
+from tools.bench import peers, short_map
 from tools.docs import short_map_plots
-from tools.release import build_ptx
-from tools.release import record
-from typing import Any
-from xml.etree import ElementTree
-import json
-import pytest
+from tools.release import build_ptx, record
 
 NAMES = ("bf16_d64_s64_b1_h4_full", "bf16_d64_s197_b8_h4_causal")
 VERSIONS = {"cudnn": "cuDNN 9.19.0 of torch 2.11.0", "fa4": "FlashAttention-4 4.0.0"}

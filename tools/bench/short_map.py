@@ -9,29 +9,25 @@ tools/bench/results/short_map.json` writes the points; `python -m tools.docs.gen
 """
 
 from __future__ import annotations
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from cutlass_py_attn.api.calls import default_kernels
-from cutlass_py_attn.artifact import Folder
-from cutlass_py_attn.bench import cases as bench_cases
-from cutlass_py_attn.bench import harness
-from cutlass_py_attn.bench import timing
-from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.spec import parse
-from cutlass_py_attn.runtime import driver
-from itertools import groupby
-from itertools import product
-from pathlib import Path
-from tools.bench import peers
-from tools.release import build_ptx
-from tools.release import record
-from typing import Final
+
 import argparse
 import functools
 import json
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, product
+from pathlib import Path
+from typing import Final
+
+from cutlass_py_attn.api.calls import default_kernels
+from cutlass_py_attn.artifact import Folder
+from cutlass_py_attn.bench import cases as bench_cases
+from cutlass_py_attn.bench import harness, timing
+from cutlass_py_attn.errors import AttentionError
+from cutlass_py_attn.problem.spec import ProblemSpec, parse
+from cutlass_py_attn.runtime import driver
+from tools.bench import peers
+from tools.release import build_ptx, record
 
 RESULTS: Final = "tools/bench/results/short_map.json"
 LENGTHS: Final = (64, 128, 197, 256, 384, 512, 768, 1024)

@@ -71,8 +71,9 @@ def load() -> Module:
 
 
 def exports(module: Any) -> list[str]:
-    """Returns the names in a module's `__all__`, sorted without regard to case."""
-    return sorted(map(str, module.exports or ()), key=str.lower)
+    """Returns the names in a module's `__all__`, or those that it imports lazily; sorted without regard to case."""
+    lazy = (name for name, path in module.imports.items() if path.startswith(f"{PACKAGE}.") and path.count(".") > 1)
+    return sorted(map(str, module.exports or lazy), key=str.lower)
 
 
 def _front(package: Module) -> Iterator[str]:

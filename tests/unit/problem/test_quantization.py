@@ -1,13 +1,15 @@
 """Tests of e4m3 codes in a Problem: its dtypes and scales, and every reason to refuse them."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.serialize import from_json
-from cutlass_py_attn.problem.serialize import to_json
+from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor
-from typing import Any
-import pytest
 
 PAGED = parse("bf16_d64_q1_s64_b3_h8k2_full_paged16_kv8_descalehead").problem("forward")
 SHAPES = "(), (1,), (2,), (3, 2), (13, 16, 2)"

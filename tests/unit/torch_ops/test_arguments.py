@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cutlass_py_attn
 from cutlass_py_attn import torch_ops as to
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
@@ -439,7 +438,3 @@ def test_a_reason_states_the_order_of_axes_if_the_caller_s_differs() -> None:
 def test_no_debug_mask(call: Callable[..., Any]) -> None:
     with pytest.raises(NotSupported, match="return_debug_mask = True: must be False"):
         call(False, return_debug_mask=True)
-
-
-def test_conventions_is_the_former_name_of_the_package() -> None:
-    assert cutlass_py_attn.conventions is to
