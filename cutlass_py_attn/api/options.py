@@ -1,15 +1,8 @@
 """Options of attention_forward and attention_backward: their types, defaults and checks."""
 
 from __future__ import annotations
-
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, TypedDict, TypeGuard, TypeVar
-
-import numpy as np
-
+from collections.abc import Callable
+from collections.abc import Mapping
 from cutlass_py_attn.api import unknown_options
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.paged import Paged
@@ -18,26 +11,38 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.masks import Full, Mask
-from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
-from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
+from cutlass_py_attn.problem.masks import Full
+from cutlass_py_attn.problem.masks import Mask
+from cutlass_py_attn.problem.scalars import PACKED
+from cutlass_py_attn.problem.scalars import SCALARS
+from cutlass_py_attn.problem.scalars import Scalar
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.scalars import is_on_host
+from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import with_python_numbers
+from cutlass_py_attn.problem.tensors import KEY_ROPE
+from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.problem.tensors import Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import fields
+from dataclasses import replace
+from typing import Any
+from typing import Final
+from typing import TypeGuard
+from typing import TypeVar
+from typing import TypedDict
+import functools
+import inspect
+import numpy as np
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
-# Options whose values are hashable. Calls with the same values, of the same types, are checked once and may be cached.
 F = TypeVar("F", bound=Callable[..., Any])
-
-PLAIN_OPTIONS: Final = frozenset(
-    (
-        *("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key"),
-        "head_dim_value",
-    )
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,33 +239,117 @@ class BackwardOptions(AttentionOptions, total=False):
     num_splits_key: int | None
 
 
+def _mask_reasons(mask: object) -> list[str]:
+    """Returns why this is no mask; `Problem.reasons` checks the numbers of one."""
+    return [] if type(mask) in masks.ALL.values() else mask_kind_objections(mask)
+
+
+def backend_reasons(backend: object) -> list[str]:
+    """Returns what is wrong with the option backend."""
+    if isinstance(backend, str) and backend in BACKENDS:
+        return []
+    return [f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one"]
+
+
+def kernels_reasons(kernels: object) -> list[str]:
+    """Returns what is wrong with the option kernels."""
+    if kernels is None or callable(kernels):
+        return []
+    return [f"kernels = {shown(kernels)}: must be a function from a Build to its Artifact, such as Folder(path), or "
+            "None to compile them; pass one"]  # fmt: skip
+
+
+def _score_term_reasons(given: object) -> list[str]:
+    """Returns what is wrong with the option score_terms."""
+    known = ", ".join(registry.registered()) or "of which there is none"
+    if not isinstance(given, Mapping):
+        return [
+            f"score_terms = {shown(given)}: must be a dict of registered terms, {known}, and their arrays; pass a dict"
+        ]
+    return [
+        f"score_terms has {name!r}: must be registered terms, {known}; call score_terms.register first"
+        for name in given
+        if name not in registry.registered()
+    ]
+
+
+def dropout_reasons(dropout: object) -> list[str]:
+    """Returns what is wrong with a dropout; `Problem.reasons` checks its probability."""
+    if dropout is None:
+        return []
+    if not isinstance(dropout, Dropout):
+        return [f"dropout = {shown(dropout)}: must be a Dropout object, or None; create one"]
+    found = SCALARS["dropout_p"].objections("dropout_p", dropout.dropout_p)
+    numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
+    are_ints = {type(number) is int for number in numbers.values()}
+    wrong = [name for name, number in numbers.items() if type(number) is not int and not _is_array(number)]
+    found += [f"{name} = {shown(numbers[name])}: {_PHILOX}; convert it" for name in wrong]
+    if not wrong and len(are_ints) > 1:
+        kinds = " and ".join(f"{name} = {shown(number)}" for name, number in numbers.items())
+        found.append(f"{kinds}: must both be ints, or both int64 arrays on the device; convert one")
+    return found + [
+        f"{name} = {shown(number)}: {_PHILOX}; correct it"
+        for name, number in numbers.items()
+        if type(number) is int and not 0 <= number < 2**64
+    ]
+
+
+_PHILOX: Final = "must be an int from 0 to 2**64 - 1, or an int64 array on the device"
+
+
+def _is_array(value: object) -> bool:
+    try:
+        return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
+    except Exception:  # an attribute that raises whatever it likes
+        return False
+
+
+_HEAD_DIM_VALUE: Final = Scalar(
+    integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE
+)
+
+
+def _plain(scalar: Scalar | None = None, check: Callable[[Any], list[str]] | None = None) -> dict[str, Any]:
+    """Returns the metadata of an option whose values are hashable."""
+    return {"is_plain": True, "scalar": scalar, "check": check}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """The options of a call, checked and with defaults."""
+    """The options of a call, checked and with defaults: the table of the options of all functions.
 
-    mask: Mask = field(default_factory=Full)
-    scale: float | None = None
-    bias: Any = None
-    softcap: float = 0.0
-    alibi_slopes: Any = None
-    sinks: Any = None
-    dropout: Dropout | None = None
-    score_terms: Mapping[str, Any] = field(default_factory=dict)
+    A TypedDict says which of them a function takes, and what they mean. Their metadata:
+
+    is_plain: values are hashable, so that a call with equal ones may be repeated. scalar: kind of a number or bool.
+    check: returns why a value is refused, whatever the other options are. array: name of an array in a Problem.
+    """
+
+    mask: Mask = field(default=Full(), metadata=_plain(check=_mask_reasons))
+    scale: float | None = field(default=None, metadata=_plain(SCALARS["scale"]))
+    bias: Any = field(default=None, metadata={"array": "bias"})
+    softcap: float = field(default=0.0, metadata=_plain(SCALARS["softcap"]))
+    alibi_slopes: Any = field(default=None, metadata={"array": "alibi_slopes"})
+    sinks: Any = field(default=None, metadata={"array": "sinks"})
+    dropout: Dropout | None = field(default=None, metadata={"check": dropout_reasons})
+    score_terms: Mapping[str, Any] = field(default_factory=dict, metadata={"check": _score_term_reasons})
     sequences: VariableLength | Paged | None = None
-    backend: str = "auto"
-    kernels: Callable[[Build], Artifact] | None = None
-    grad_logsumexp: Any = None
-    gradients: tuple[str, ...] = OPERANDS
+    backend: str = field(default="auto", metadata=_plain(check=backend_reasons))
+    kernels: Callable[[Build], Artifact] | None = field(default=None, metadata=_plain(check=kernels_reasons))
+    grad_logsumexp: Any = field(default=None, metadata={"array": "grad_logsumexp"})
+    gradients: tuple[str, ...] = field(default=OPERANDS, metadata=_plain())
     out: Any = None
-    packed: bool = False
-    deterministic: bool = False
-    num_splits_key: int | None = None
-    head_dim_value: int | None = None
-    query_scale: Any = None
-    key_scale: Any = None
-    value_scale: Any = None
-    cache_scale: Any = None
-    cache_rope: Any = None
+    packed: bool = field(default=False, metadata=_plain(PACKED, functools.partial(PACKED.objections, "packed")))
+    deterministic: bool = field(default=False, metadata=_plain(SCALARS["deterministic"]))
+    num_splits_key: int | None = field(default=None, metadata=_plain(SCALARS["num_splits_key"]))
+    head_dim_value: int | None = field(
+        default=None,
+        metadata=_plain(_HEAD_DIM_VALUE, functools.partial(_HEAD_DIM_VALUE.objections, "head_dim_value")),
+    )
+    query_scale: Any = field(default=None, metadata={"array": "query_scale"})
+    key_scale: Any = field(default=None, metadata={"array": "key_scale"})
+    value_scale: Any = field(default=None, metadata={"array": "value_scale"})
+    cache_scale: Any = field(default=None, metadata={"array": "key_scale"})
+    cache_rope: Any = field(default=None, metadata={"array": KEY_ROPE})
 
     @property
     def dropout_p(self) -> float:
@@ -273,21 +362,16 @@ class Options:
 
         It is hashable if the mask, its numbers and `kernels` are.
         """
+        plain = [tuple(value) if type(value) is list else value for value in map(self.__getattribute__, PLAIN_OPTIONS)]
+        types = *_types_of_numbers(self.mask), *map(type, plain)  # `Problem.reasons` refuses those of wrong types
         lengths = None if self.sequences is None else self.sequences.lengths
-        numbers = self.scale, self.softcap, self.dropout_p, self.num_splits_key, self.deterministic
-        choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths, self.head_dim_value
-        types = *_types_of_numbers(self.mask), *map(type, numbers)  # `Problem.reasons` refuses those of wrong types
-        return self.mask, numbers, types, *choices, registry.registered_among(self.score_terms)
+        dropout = self.dropout_p, type(self.dropout_p), self.philox_on_device
+        return *plain, types, dropout, lengths, registry.registered_among(self.score_terms)
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays among the options by their names in a Problem."""
-        found = {name: value for name in registry.array_options() if (value := getattr(self, name)) is not None}
-        found |= {name: value for name in SCALES if (value := getattr(self, name)) is not None}
-        of_cache = {"key_scale": self.cache_scale, KEY_ROPE: self.cache_rope}
-        found |= {name: value for name, value in of_cache.items() if value is not None}
+        found = {array: value for name, array in _ARRAYS.items() if (value := getattr(self, name)) is not None}
         found |= self.score_terms
-        if self.grad_logsumexp is not None:
-            found["grad_logsumexp"] = self.grad_logsumexp
         if self.sequences is not None:
             found |= self.sequences.arrays()
         if self.philox_on_device:
@@ -307,6 +391,12 @@ class Options:
         """Whether seed and offset of the dropout are arrays in device memory."""
         dropout = self.dropout
         return dropout is not None and dropout.is_active and not isinstance(dropout.philox_seed, int)
+
+
+_FIELDS: Final = {item.name: item.metadata for item in fields(Options)}
+# Calls with the same values of these, of the same types, are checked once and may be repeated.
+PLAIN_OPTIONS: Final = {name: None for name, item in _FIELDS.items() if "is_plain" in item}.keys()
+_ARRAYS: Final[dict[str, str]] = {name: item["array"] for name, item in _FIELDS.items() if "array" in item}
 
 
 def check_options(options: Mapping[str, Any], allowed: type, *more: str) -> Options:
@@ -383,41 +473,33 @@ def _check(options: Mapping[str, Any], allowed: type, more: tuple[str, ...]) -> 
     names = _names(allowed, more)
     given = {name: option_value(name, value) for name, value in options.items()}
     reasons = unknown_options.objections(given, (*names, "stream"))
-    if type(given.get("mask", Full())) not in masks.ALL.values():  # `Problem.reasons` checks the numbers of a mask
-        reasons += mask_kind_objections(given["mask"])
-    backend = given.get("backend", "auto")
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
-    declared = getattr(allowed, "__annotations__", {}).get("sequences", "")
-    paged = (Paged,) if "Paged" in str(declared) else ()  # a backward takes none
-    for name, kinds in (("dropout", (Dropout,)), ("sequences", (VariableLength, *paged))):
-        value = given.get(name)
-        if value is not None and not isinstance(value, kinds):
-            objects = " or ".join(kind.__name__ for kind in kinds)
-            reasons.append(f"{name} = {shown(value)}: must be a {objects} object, or None; create one")
-    reasons += PACKED.objections("packed", given.get("packed", False))
-    reasons += _HEAD_DIM_VALUE.objections("head_dim_value", given.get("head_dim_value", 1))
-    reasons += _kernels_reasons(given.get("kernels"))
-    reasons += _score_term_reasons(given.get("score_terms", {}))
-    if isinstance(given.get("sequences"), (VariableLength, *paged)):
-        reasons += given["sequences"].missing()
-    reasons += dropout_reasons(given.get("dropout"))
+    checks = {name: check for name, item in _FIELDS.items() if name in given and (check := item.get("check"))}
+    reasons += [reason for name, check in checks.items() for reason in check(given[name])]
+    reasons += _sequences_reasons(given.get("sequences"), allowed)
     reasons += _gradients_reasons(given) if "gradients" in names else []
     if reasons:
         raise NotSupported(reasons)
     return Options(**given)
 
 
-_HEAD_DIM_VALUE: Final = Scalar(
-    integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE
-)
-_SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED, "head_dim_value": _HEAD_DIM_VALUE}
+def _sequences_reasons(sequences: object, allowed: type) -> list[str]:
+    """Returns what is wrong with the option sequences; a backward takes no pages."""
+    is_paged = "Paged" in str(allowed.__annotations__.get("sequences", ""))
+    if isinstance(sequences, VariableLength) or (is_paged and isinstance(sequences, Paged)):
+        return sequences.missing()
+    objects = "VariableLength or Paged" if is_paged else "VariableLength"
+    return (
+        []
+        if sequences is None
+        else [f"sequences = {shown(sequences)}: must be a {objects} object, or None; create one"]
+    )
 
 
 def option_value(name: str, value: Any) -> Any:
     """Returns the value of an option with Python numbers in place of those of other libraries."""
-    if name in _SCALARS:
-        return _SCALARS[name].normalised(value)
+    scalar = _FIELDS[name].get("scalar") if name in _FIELDS else SCALARS.get(name)
+    if scalar is not None:
+        return scalar.normalised(value)
     if type(value) in masks.ALL.values():
         return with_python_numbers(value)
     if isinstance(value, VariableLength):
@@ -445,11 +527,17 @@ def philox_number(value: Any) -> Any:
     return value if str(value.dtype) == "int64" and not is_on_host(value) else number % 2**64
 
 
+def known(options: Mapping[str, Any], declared: type) -> dict[str, Any]:
+    """Returns those of the options of a front end, which a TypedDict declares, that `check_options` checks."""
+    names = _names(declared, ())
+    return {name: value for name, value in options.items() if name in names}
+
+
 @functools.cache
 def _names(allowed: type, more: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the names that a TypedDict allows and those of `more`, in the order of Options."""
     names = {*allowed.__annotations__, *more}
-    return tuple(item.name for item in fields(Options) if item.name in names)
+    return tuple(name for name in _FIELDS if name in names)
 
 
 def _gradients_reasons(options: Mapping[str, Any]) -> list[str]:
@@ -480,54 +568,3 @@ def _gradients_reasons(options: Mapping[str, Any]) -> list[str]:
         if name not in gradients and getattr(out, name) is not None
     ]
     return found
-
-
-def _score_term_reasons(given: object) -> list[str]:
-    """Returns what is wrong with the option score_terms."""
-    known = ", ".join(registry.registered()) or "of which there is none"
-    if not isinstance(given, Mapping):
-        return [
-            f"score_terms = {shown(given)}: must be a dict of registered terms, {known}, and their arrays; pass a dict"
-        ]
-    return [
-        f"score_terms has {name!r}: must be registered terms, {known}; call score_terms.register first"
-        for name in given
-        if name not in registry.registered()
-    ]
-
-
-def dropout_reasons(dropout: object) -> list[str]:
-    """Returns what is wrong with seed, offset and the type of the probability of a Dropout."""
-    if not isinstance(dropout, Dropout):
-        return []
-    found = SCALARS["dropout_p"].objections("dropout_p", dropout.dropout_p)
-    numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
-    are_ints = {type(number) is int for number in numbers.values()}
-    wrong = [name for name, number in numbers.items() if type(number) is not int and not _is_array(number)]
-    found += [f"{name} = {shown(numbers[name])}: {_PHILOX}; convert it" for name in wrong]
-    if not wrong and len(are_ints) > 1:
-        kinds = " and ".join(f"{name} = {shown(number)}" for name, number in numbers.items())
-        found.append(f"{kinds}: must both be ints, or both int64 arrays on the device; convert one")
-    return found + [
-        f"{name} = {shown(number)}: {_PHILOX}; correct it"
-        for name, number in numbers.items()
-        if type(number) is int and not 0 <= number < 2**64
-    ]
-
-
-_PHILOX: Final = "must be an int from 0 to 2**64 - 1, or an int64 array on the device"
-
-
-def _is_array(value: object) -> bool:
-    try:
-        return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
-    except Exception:  # an attribute that raises whatever it likes
-        return False
-
-
-def _kernels_reasons(kernels: object) -> list[str]:
-    """Returns what is wrong with the option kernels."""
-    if kernels is None or callable(kernels):
-        return []
-    return [f"kernels = {shown(kernels)}: must be a function from a Build to its Artifact, such as Folder(path), or "
-            "None to compile them; pass one"]  # fmt: skip

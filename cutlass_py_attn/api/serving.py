@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from cutlass_py_attn.api.calls import Kernels, Request, launch, problem_on_host, repeat
-from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.api.options import backend_reasons, kernels_reasons
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving
 from cutlass_py_attn.runtime.arrays import Array
@@ -147,15 +147,8 @@ class _Rows(Request):
         self.kernels = kernels
         self.key = type(self), kernels, *key
         self.reasons = [f"{name} is None: must be an array; pass it" for name, array in arrays.items() if array is None]
-        is_known = isinstance(backend, str) and backend in BACKENDS
-        self.is_on_host = is_known and backend == "reference"
-        if not is_known:
-            self.reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
-        if kernels is not None and not callable(kernels):
-            self.reasons.append(
-                f"kernels = {shown(kernels)}: must be a function that returns the Artifact of a Build, such as "
-                "Folder(path), or None; pass one"
-            )
+        self.reasons += [*backend_reasons(backend), *kernels_reasons(kernels)]
+        self.is_on_host = isinstance(backend, str) and backend == "reference"
 
     def read(self, stream: int) -> dict[str, Array]:
         """Reads the arrays. NotSupported lists those that are missing or unreadable, and wrong options."""

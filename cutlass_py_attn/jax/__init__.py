@@ -11,14 +11,14 @@ package compiles the function that XLA calls, once; `native_library` says when.
 """
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypedDict, Unpack
-
-import numpy as np
-
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Mapping
 from cutlass_py_attn import extras
+from typing import Any
+from typing import Unpack
+import dataclasses
+import numpy as np
 
 try:
     import jax
@@ -57,7 +57,6 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
-from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.scalars import SCALARS, integer_of, shown
 from cutlass_py_attn.problem.split_rows import ALL_GATHER, ULYSSES
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
@@ -435,17 +434,13 @@ def _prepare(
     if isinstance(dropout_p, float) and dropout_p != 0 and dropout_key is None:
         reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")
     try:
-        checked = api_options.check_options(
-            {name: value for name, value in given.items() if name in _SharedOptions.__annotations__}, _SharedOptions
-        )
+        checked = api_options.check_options(api_options.known(given, Options), Options)
     except NotSupported as error:
         raise NotSupported([*reasons, *error.reasons]) from error
-    given_arrays = operands | {name: given[name] for name in registry.array_options() if given.get(name) is not None}
-    given_arrays |= {name: given[name] for name in SCALES if given.get(name) is not None}
-    given_arrays |= checked.score_terms
-    sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
-    given_arrays |= {} if sequences is None else sequences.arrays()
-    arrays, unreadable = _arrays(given_arrays)
+    if checked.sequences is not None:
+        checked = dataclasses.replace(checked, sequences=_with_numpy_lengths(checked.sequences))
+    sequences = checked.sequences
+    arrays, unreadable = _arrays(operands | checked.arrays())
     reasons += unreadable
     if symbolic := [*sizes.objections(arrays)]:
         raise NotSupported([*reasons, *symbolic])
@@ -468,15 +463,15 @@ def _prepare(
     if reasons:
         raise NotSupported(reasons)
     call = calls.Call(
-        mask=given.get("mask", Full()),
-        scale=given.get("scale"),
-        softcap=given.get("softcap", 0.0),
+        mask=checked.mask,
+        scale=checked.scale,
+        softcap=checked.softcap,
         dropout_p=dropout_p,
         max_seqlens=(sequences.max_seqlen_q, sequences.max_seqlen_k) if isinstance(sequences, VariableLength) else None,
         paged=(sequences.max_seqlen_q, sequences.invariant) if isinstance(sequences, Paged) else None,
         score_terms=registry.registered_among(checked.score_terms),
-        deterministic=given.get("deterministic", False),
-        kernels=given.get("kernels"),
+        deterministic=checked.deterministic,
+        kernels=checked.kernels,
         arch=given.get("arch"),
         backend=checked.backend,
         context=split_rows.context_of(given),
@@ -541,16 +536,6 @@ def _arrays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         except Exception as error:  # the library of an array decides its type
             reasons.append(f"{name} = {shown(value)}: must be an array that JAX takes ({error}); convert it")
     return arrays, reasons
-
-
-class _SharedOptions(TypedDict, total=False):
-    """The options that `cutlass_py_attn.api.options` checks."""
-
-    mask: Mask
-    sequences: VariableLength | Paged | None
-    score_terms: Mapping[str, Any]
-    kernels: Callable[[Build], Artifact] | None
-    backend: str
 
 
 _native = None if (_library := native_library.choice().library) is None else native.NativeHandler(_library)

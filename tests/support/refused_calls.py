@@ -44,8 +44,8 @@ OPTIONS: dict[str, Refused] = {
         f"option 'causal' is unknown: must be one of {FORWARD_OPTIONS}; pass mask=Causal()",
         f"option 'deterministic' is unknown: must be one of {FORWARD_OPTIONS}; check the spelling, or leave it out",
         "mask = None: must be a mask object such as Full() or Causal(); make one",
-        "backend = 'cpu' (str): must be one of auto, gpu, reference; choose one",
         "dropout = 0.1 (float): must be a Dropout object, or None; create one",
+        "backend = 'cpu' (str): must be one of auto, gpu, reference; choose one",
         "sequences = [0, 40] (list): must be a VariableLength or Paged object, or None; create one",
         causal=True, deterministic=True, mask=None, backend="cpu", dropout=0.1, sequences=[0, 40],
     ),
@@ -80,9 +80,9 @@ OPTIONS: dict[str, Refused] = {
         dropout=Dropout("0.1", 1.5, True),  # type: ignore[arg-type]
     ),
     "packed and kernels of other kinds": call(
-        "packed = 1 (int): must be True or False; pass one of them",
         "kernels = 5 (int): must be a function from a Build to its Artifact, such as Folder(path), or None to compile "
         "them; pass one",
+        "packed = 1 (int): must be True or False; pass one of them",
         direction="backward", packed=1, kernels=5,
     ),
     "seed and offset of other arrays": call(
