@@ -1,8 +1,15 @@
 """Options of attention_forward and attention_backward: their types, defaults and checks."""
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Mapping
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, TypedDict, TypeGuard, TypeVar
+
+import numpy as np
+
 from cutlass_py_attn.api import unknown_options
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.paged import Paged
@@ -11,33 +18,12 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.masks import Full
-from cutlass_py_attn.problem.masks import Mask
-from cutlass_py_attn.problem.scalars import PACKED
-from cutlass_py_attn.problem.scalars import SCALARS
-from cutlass_py_attn.problem.scalars import Scalar
-from cutlass_py_attn.problem.scalars import integer_of
-from cutlass_py_attn.problem.scalars import is_on_host
-from cutlass_py_attn.problem.scalars import shown
-from cutlass_py_attn.problem.scalars import with_python_numbers
-from cutlass_py_attn.problem.tensors import KEY_ROPE
-from cutlass_py_attn.problem.tensors import OPERANDS
-from cutlass_py_attn.problem.tensors import Sequences
+from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
+from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
 from cutlass_py_attn.problem.validation import mask_kind_objections
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import fields
-from dataclasses import replace
-from typing import Any
-from typing import Final
-from typing import TypeGuard
-from typing import TypeVar
-from typing import TypedDict
-import functools
-import inspect
-import numpy as np
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models

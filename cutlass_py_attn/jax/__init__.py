@@ -11,14 +11,14 @@ package compiles the function that XLA calls, once; `native_library` says when.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
-from cutlass_py_attn import extras
-from typing import Any
-from typing import Unpack
+
 import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Unpack
+
 import numpy as np
+
+from cutlass_py_attn import extras
 
 try:
     import jax

@@ -8,46 +8,35 @@ and copies of the whole caches if not.
 """
 
 from __future__ import annotations
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Mapping
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
+
 from cutlass_py_attn.api.calls import default_kernels
 from cutlass_py_attn.api.options import backend_reasons
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.artifact import first_available
+from cutlass_py_attn.artifact import Artifact, first_available
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.jax import calls
-from cutlass_py_attn.jax import host_threads
-from cutlass_py_attn.jax import primitive
-from cutlass_py_attn.jax.handler import KEY
-from cutlass_py_attn.jax.handler import PAYLOAD
-from cutlass_py_attn.jax.handler import TARGET
-from cutlass_py_attn.jax.payload import Payload
-from cutlass_py_attn.jax.payload import key_of
+from cutlass_py_attn.jax import calls, host_threads, primitive
+from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET
+from cutlass_py_attn.jax.payload import Payload, key_of
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.append import AppendProblem
-from cutlass_py_attn.problem.merge import LOGSUMEXPS
-from cutlass_py_attn.problem.merge import MergeProblem
-from cutlass_py_attn.problem.scalars import integer_of
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.merge import LOGSUMEXPS, MergeProblem
+from cutlass_py_attn.problem.scalars import integer_of, shown
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving as reference
-from dataclasses import dataclass
-from dataclasses import replace
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
-from jax.interpreters import xla
-from typing import Any
-from typing import Final
-from typing import NoReturn
-import functools
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 Arrays = dict[str, Any]
 Kernels = Callable[[Build], Artifact]

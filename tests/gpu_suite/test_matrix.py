@@ -91,7 +91,7 @@ def view(address: int, tensor: Tensor) -> Array:
 class Emulated:
     """One problem's kernels. faults: factors of results by name, and under "philox_offset" what is added to it."""
 
-    workspace_bytes = 0
+    plan, workspace_bytes = None, 0
 
     def __init__(self, problem: Problem, faults: Mapping[str, float]) -> None:
         assert planner.builds(problem, ARCH) in known()
@@ -149,6 +149,7 @@ def emulate(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable
 
     def start(**faults: float) -> None:
         monkeypatch.setattr(calls, "_prepared", LruCache(64))
+        monkeypatch.setattr(calls.performance, "warn", lambda plan: None)
         monkeypatch.setattr(calls, "bind_problem", lambda problem, kernels, ordinal: Emulated(problem, faults))
         monkeypatch.setattr(device_memory, "bind_problem", lambda problem, kernels: Emulated(problem, faults))
         monkeypatch.setattr(pytorch, "captured", lambda launch, stream: launch)

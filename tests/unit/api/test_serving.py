@@ -1,26 +1,24 @@
 """append_to_cache and merge_states without a GPU: launches on the fake driver, refused calls, the reference."""
 
 from __future__ import annotations
+
 from collections.abc import Callable
-from cutlass_py_attn.api import calls
-from cutlass_py_attn.api.attention import attention_forward
-from cutlass_py_attn.api.attention import mla_attention_forward
-from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.api.serving import append_to_cache
-from cutlass_py_attn.api.serving import merge_states
-from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.reference.quantization import dequantise_latent
-from tests.support.fake_driver import FakeDriver
-from tests.support.fakes import InterfaceArray
-from tests.support.fakes import aligned
-from tests.support.fakes import artifact
-from tests.support.fakes import decode
 from typing import Any
+
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+from cutlass_py_attn.api import calls
+from cutlass_py_attn.api.attention import attention_forward, mla_attention_forward
+from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.api.serving import append_to_cache, merge_states
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.reference.quantization import dequantise_latent
+from tests.support.fake_driver import FakeDriver
+from tests.support.fakes import InterfaceArray, aligned, artifact, decode
 
 Array = npt.NDArray[Any]
 BF16 = np.dtype(ml_dtypes.bfloat16)
