@@ -42,7 +42,7 @@ jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in hal
 jnp = jax.numpy
 
 import cutlass_py_attn.jax as attention_module  # noqa: E402
-from cutlass_py_attn.jax import attention, calls, export_checks, handler, merge_states, payload, primitive  # noqa: E402
+from cutlass_py_attn.jax import attention, calls, export_checks, functions, handler, merge_states, payload, primitive  # noqa: E402
 
 B, MQ, MK, H, D = 2, 13, 17, 4, 8
 KEY = jax.random.key(0)
@@ -222,7 +222,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(primitive.driver, "device", absent)
     primitive.payload_of.cache_clear()
-    attention_module._traced.clear_cache()
+    functions._traced.clear_cache()
 
 
 def unavailable(build: Any) -> Any:
@@ -325,7 +325,7 @@ def exported(function: Callable[..., Any], *arrays: Any) -> Any:
 def packed_payloads(monkeypatch: pytest.MonkeyPatch) -> list[payload.Payload]:
     """Returns a list that gets every payload that is packed later, after a round trip through its bytes."""
     found: list[payload.Payload] = []
-    attention_module._traced.clear_cache()
+    functions._traced.clear_cache()
     primitive.payload_of.cache_clear()
     real = payload.Payload.pack
 
@@ -411,7 +411,7 @@ def on_fake_driver(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> F
     monkeypatch.setattr(handler, "_stream", lambda *_: 0x77)
     monkeypatch.setattr(handler, "_payloads", {})
     monkeypatch.setattr(primitive, "TARGET", f"{handler.TARGET}_fake_driver")
-    attention_module._traced.clear_cache()
+    functions._traced.clear_cache()
     return driver_log
 
 
@@ -489,7 +489,7 @@ def test_an_error_of_the_driver_reaches_the_caller(on_fake_driver: FakeDriver, n
 
 
 def test_host_operands_are_refused_where_they_run() -> None:
-    attention_module._traced.clear_cache()
+    functions._traced.clear_cache()
     with pytest.raises(jax.errors.JaxRuntimeError, match=r'in host memory: must be on a CUDA device.*"reference"'):
         gpu_call(*operands()).block_until_ready()
 

@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, assume, given, settings
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
 
-import cutlass_py_attn.jax as attention_module  # noqa: E402
 from cutlass_py_attn.api.options import VariableLength  # noqa: E402
-from cutlass_py_attn.jax import append_to_cache, attention, handler, native_program, primitive, serving  # noqa: E402
+from cutlass_py_attn.jax import append_to_cache, attention, functions, handler, native_program, primitive, serving  # noqa: E402
 from cutlass_py_attn.jax.payload import unpack  # noqa: E402
 from cutlass_py_attn.plan import planner  # noqa: E402
 from cutlass_py_attn.problem import spec  # noqa: E402
@@ -320,7 +319,7 @@ def target(request: pytest.FixtureRequest, driver_log: FakeDriver, monkeypatch: 
     monkeypatch.setattr(handler, "_payloads", {})
     for module in (primitive, serving):
         monkeypatch.setattr(module, "TARGET", TARGETS[request.param])
-        module._traced.clear_cache() if module is serving else attention_module._traced.clear_cache()
+        module._traced.clear_cache() if module is serving else functions._traced.clear_cache()
     return str(request.param)
 
 
