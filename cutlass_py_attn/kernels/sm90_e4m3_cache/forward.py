@@ -12,28 +12,37 @@ The kernel is the forward of 16-bit operands (forward.py) with the differences b
     in flight   codes of key tile n - 3, conversion of n - 2   value tiles likewise
 """
 
-from dataclasses import dataclass, fields
+from cutlass import Float32
+from cutlass import GridConstant
+from cutlass import Int32
+from cutlass_py_attn.integers import larger
+from cutlass_py_attn.kernels.common import e4m3
+from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import seqlen_info
+from cutlass_py_attn.kernels.common import tma
+from cutlass_py_attn.kernels.common.wgmma import row_view
+from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.cluster import SingleCta
+from cutlass_py_attn.kernels.sm90.forward import ConsumerState
+from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
+from cutlass_py_attn.kernels.sm90.forward import Pipelines
+from cutlass_py_attn.kernels.sm90.layout import num_stages
+from cutlass_py_attn.kernels.sm90.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import registers
+from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import CodedTile
+from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import E4m3CacheTiles
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from dataclasses import replace
 from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
-from cutlass import Float32, GridConstant, Int32
-
-from cutlass_py_attn.integers import larger
-from cutlass_py_attn.kernels.common import e4m3, params, seqlen_info, tma
-from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.forward import ConsumerState, ForwardSm90, Pipelines
-from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import registers
-from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import CodedTile, E4m3CacheTiles
-from cutlass_py_attn.launch import abi
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 
 
 class ConvertingCta(SingleCta):
@@ -42,17 +51,6 @@ class ConvertingCta(SingleCta):
     def release(self, pipe: Any, state: Any) -> None:
         """Releases a stage. One warp calls this."""
         pipelines.arrive(pipe.sync_object_empty, state.index)
-
-
-@dataclass(frozen=True)
-class ScaledConsumerState(ConsumerState):
-    """What a consumer warpgroup uses for one work tile.
-
-    key_scale, value_scale: factors of the scores before score terms, and of the output
-    """
-
-    key_scale: Any
-    value_scale: Any
 
 
 class ForwardE4m3CacheSm90(ForwardSm90):
@@ -159,22 +157,19 @@ class ForwardE4m3CacheSm90(ForwardSm90):
         pipelines.arrive_all(pipe.sync_object_full, state.index)
 
     def with_scales(self, p: Any, work: WorkTile, consumer: ConsumerState) -> ConsumerState:
-        """Returns the state with the scales of a work tile's keys and values: 1 where rows have scales.
+        """Returns the state with the scales of a work tile's keys and values, unless rows have scales.
 
         A sequence without keys may have any scale.
         """
-        known = {field.name: getattr(consumer, field.name) for field in fields(ConsumerState)}
-        one = Float32(1.0)
         if self.tiles.has_row_scales:
-            return ScaledConsumerState(**known, key_scale=one, value_scale=one)
-        head = seqlen_info.key_head(self.build, p, work.head)
+            return consumer
+        head, one = seqlen_info.key_head(self.build, p, work.head), Float32(1.0)
         key, value = (
             Float32(cutlass.select_(work.seqlen.num_keys > 0, e4m3.scale(p, name, work.seqlen.index, head), one))
             for name in ("key", "value")
         )
-        if not self.score_mod.present:
-            known["scale_log2"] = e4m3.exponent_scale(p.scale_log2 * key)
-        return ScaledConsumerState(**known, key_scale=key, value_scale=value)
+        scale_log2 = consumer.scale_log2 if self.score_mod.present else e4m3.exponent_scale(p.scale_log2 * key)
+        return replace(consumer, scale_log2=scale_log2, key_scale=key, value_scale=value)
 
     def scale_keys(self, r_s: cute.Tensor, consumer: ConsumerState, k_state: Any) -> None:
         """Multiplies S by the scales of the rows of the key tile of `k_state`, before it is released."""
@@ -198,14 +193,12 @@ class ForwardE4m3CacheSm90(ForwardSm90):
     ) -> None:
         """Applies the score modification to a tile of S."""
         if self.score_mod.present and not self.tiles.has_row_scales:
-            assert isinstance(consumer, ScaledConsumerState)
             r_s.store(r_s.load() * consumer.key_scale)
         super().modify_scores(p, work, key_tile, r_s, consumer, operands, bias)
 
     def scale_output(self, r_o: cute.Tensor, consumer: ConsumerState) -> None:
         """Multiplies O by the scale of a work tile's values."""
         if not self.tiles.has_row_scales:
-            assert isinstance(consumer, ScaledConsumerState)
             r_o.store(r_o.load() * consumer.value_scale)
 
 
