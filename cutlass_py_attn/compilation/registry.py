@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
-from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.launch.build import Build
 
 Trace = tuple[Callable[..., Any], tuple[object, ...]]
@@ -52,17 +51,12 @@ def sources_of(build: Build) -> tuple[str, ...]:
     These are the kernel module that traces the build, every module of the package that it imports, directly or not, and
     the compiler's options. What decides the fields of a Build, such as the planner, is not among them.
     """
-    modules = [kernel_of(build).module]
-    if build.component_gemm in COMPONENT_GEMMS:
-        modules.append(f"component_gemms.{build.component_gemm}")  # the standalone kernel imports it by name
-    return _closure(*(f"{_KERNELS}.{module}" for module in modules))
+    return _closure(f"{_KERNELS}.{kernel_of(build).module}")
 
 
 def source_modules() -> tuple[str, ...]:
     """Returns the files, relative to the package, whose text decides the machine code of any kernel."""
-    modules = [kernel.module for kernel in KERNELS.values()]
-    modules += [f"component_gemms.{name}" for name in COMPONENT_GEMMS]
-    return _closure(*(f"{_KERNELS}.{module}" for module in modules))
+    return _closure(*(f"{_KERNELS}.{kernel.module}" for kernel in KERNELS.values()))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
+from cutlass_py_attn.kernels.component_gemms.products import BY_NAME
 from cutlass_py_attn.kernels.sm80.kernel import warp_grid
 from cutlass_py_attn.launch.arch import Architecture, architecture
 from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Buffer, Build, Warps
@@ -33,14 +34,6 @@ _TILES = {
 }
 _NARROW = {"sm90": (TileConfig(64, 64, 4),)}
 NARROW_HEAD_DIM = 64
-
-_PRODUCT_WARPS = {
-    "matmul_qk": "warps_scores",
-    "doivj": "warps_scores",
-    "grad_v": "warps_grad_v",
-    "grad_k": "warps_grad_k",
-    "grad_q": "warps_grad_q",
-}
 
 
 def plan_component_gemm(
@@ -132,7 +125,7 @@ def _build(name: str, family: str, dtype: str, head_dim: int, arch: str, tile: T
         shared_memory=(),
     )
     spec = spec_of(build)
-    warps: dict[str, Any] = {_PRODUCT_WARPS[name]: _warps(build, spec)}
+    warps: dict[str, Any] = {BY_NAME[name].warps: _warps(build, spec)}
     return replace(build, **warps, shared_memory=_shared_memory(build, spec))
 
 
@@ -153,7 +146,7 @@ def _shared_memory(build: Build, spec: GemmSpec) -> tuple[Buffer, ...]:
 
 
 def _misfits(build: Build, limits: Architecture) -> list[str]:
-    warps = getattr(build, _PRODUCT_WARPS[build.component_gemm])
+    warps = getattr(build, BY_NAME[build.component_gemm].warps)
     if warps[0] * warps[1] != build.warps:
         return [
             f"{build.component_gemm}: {build.tile_m} x {build.tile_n} tiles do not divide among {build.warps} warps; "

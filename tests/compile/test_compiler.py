@@ -273,12 +273,6 @@ def test_sources_of_a_kernel_are_its_own(body: tuple[str, str, str], holds: str,
     assert set(names) < set(registry.source_modules())
 
 
-def test_sources_of_a_component_gemm_have_its_module() -> None:
-    names = registry.sources_of(replace(TOY, component_gemm="grad_k"))
-    assert "kernels/component_gemms/grad_k.py" in names
-    assert "kernels/component_gemms/grad_q.py" not in names
-
-
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda _: None)
     compiling.toolchain.cache_clear()

@@ -27,7 +27,7 @@ from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_source
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
-from cutlass_py_attn.kernels.component_gemms import doivj, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import doivj, matmul_qk
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS

@@ -11,7 +11,7 @@ from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAcc
 from cutlass_py_attn.kernels.common import seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.dynamic_tiles import column_slice
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.component_gemms import grad_q
+from cutlass_py_attn.kernels.component_gemms.products import grad_q
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import GemmSpec
 

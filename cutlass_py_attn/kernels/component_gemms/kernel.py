@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.kernels.component_gemms.products import BY_NAME
 from cutlass_py_attn.kernels.kernel import Kernel, Tile, no_tensor_maps
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Grid, Name
@@ -15,7 +15,7 @@ from cutlass_py_attn.launch.variants import STANDARD
 
 def spec_of(build: Build) -> GemmSpec:
     """Returns the product of a component GEMM's Build."""
-    return importlib.import_module(f"cutlass_py_attn.kernels.component_gemms.{build.component_gemm}").spec(build)
+    return BY_NAME[build.component_gemm].spec(build)
 
 
 def _grid(build: Build) -> Grid:

@@ -36,7 +36,7 @@ from cutlass_py_attn.kernels.common.dynamic_tiles import (
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import bias_of
-from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_q, grad_v, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_q, grad_v, matmul_qk
 from cutlass_py_attn.kernels.sm80 import dq_semaphore
 from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork
 from cutlass_py_attn.kernels.sm80.backward_scores import BackwardScores, ScoreTile

@@ -63,7 +63,7 @@ from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, se
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
-from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_v, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     CONSUMER_START,
@@ -432,11 +432,11 @@ class BackwardSm90:
                 block = self.block_order.next(work_tile, block)
                 if cutlass.const_expr(self.dropout is not None):
                     self.dropout.load(p, stream, r_kept, work_tile, block, iteration + 1, iterations)
-                matmul_qk.wait(gemms.mma_qk, 1)
+                gemms.mma_qk.wait(1)
                 r_s.store(turn.r_next.load())
             if cutlass.const_expr(not self.overlaps_tiles):
                 pipes.v.consumer_release(at_k)
-            grad_k.wait(gemms.mma_dsq)
+            gemms.mma_dsq.wait()
             arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
             # 8  store dK and dV while the next key tile is loaded
             work_tile = self.scheduler.read_record(p, self.record(at_k))
@@ -506,7 +506,7 @@ class BackwardSm90:
         matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(self.smem.key_stage(at_k), at_q.index))
         if self.schedule.has("read_next_logsumexp"):
             self.statistics.read("logsumexp", at_q.index, thread, r_lse)
-        matmul_qk.wait(gemms.mma_qk)
+        gemms.mma_qk.wait()
         r_s.store(r_next.load())
 
     def scores_accumulator(self, gemms: Gemms, stage: Int32, thread: Int32) -> cute.Tensor:
@@ -558,7 +558,7 @@ class BackwardSm90:
     def issue_dv(self, consumer: Consumer, turn: Turn) -> None:
         """5  dV += P^T dO."""
         gemms = consumer.gemms
-        parts = grad_v.register_operands(gemms.mma_pdo, turn.weights.r_p, gemms.pdo_b.stage(turn.at.index))
+        parts = gemms.mma_pdo.register_operands(turn.weights.r_p, gemms.pdo_b.stage(turn.at.index))
         grad_v.issue(gemms.mma_pdo, consumer.r_dv, parts)
 
     def load_bias(self, consumer: Consumer, turn: Turn) -> None:
@@ -617,7 +617,7 @@ class BackwardSm90:
         """6  dK += dS^T Q, from registers or once all threads of the warpgroup have stored dS."""
         gemms = consumer.gemms
         if self.build.variant in KEEPS_DS:
-            parts = grad_k.register_operands(gemms.mma_dsq, turn.r_ds, gemms.dsq_b.stage(turn.query))
+            parts = gemms.mma_dsq.register_operands(turn.r_ds, gemms.dsq_b.stage(turn.query))
         else:
             self.sync_warpgroup(consumer.warpgroup)
             parts = gemms.dsq_parts.stage(turn.grad_output, turn.query)

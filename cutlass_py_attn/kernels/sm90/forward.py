@@ -23,69 +23,47 @@ For long causal sequences two blocks of a cluster compute neighbouring query til
 value tile for both. The first block skips tiles that only the second block reads.
 """
 
-from cutlass import Float32
-from cutlass import GridConstant
-from cutlass import Int32
-from cutlass_py_attn.kernels.common import dependent_launch
-from cutlass_py_attn.kernels.common import logsumexp
-from cutlass_py_attn.kernels.common import masking
-from cutlass_py_attn.kernels.common import params
-from cutlass_py_attn.kernels.common import seqlen_info
-from cutlass_py_attn.kernels.common import tile_copy
-from cutlass_py_attn.kernels.common import tma
-from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.common.params import RowCoordinates
-from cutlass_py_attn.kernels.common.quad_transpose import store_rows
-from cutlass_py_attn.kernels.common.softmax import multiply_rows
-from cutlass_py_attn.kernels.common.softmax import safe_scale
-from cutlass_py_attn.kernels.common.wgmma import Wgmma
-from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import matmul_pv
-from cutlass_py_attn.kernels.component_gemms import matmul_qk
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
-from cutlass_py_attn.kernels.sm90.chained_softmax import is_valid
-from cutlass_py_attn.kernels.sm90.cluster import Cluster
-from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
-from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
-from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds
-from cutlass_py_attn.kernels.sm90.layout import num_stages
-from cutlass_py_attn.kernels.sm90.layout import registers
-from cutlass_py_attn.kernels.sm90.layout import splits_key_loop
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
-from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads
-from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
-from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
-from cutlass_py_attn.kernels.sm90.tile_scheduler import ClusterTileScheduler
-from cutlass_py_attn.kernels.sm90.tile_scheduler import Cursor
-from cutlass_py_attn.kernels.sm90.tile_scheduler import LastRoundsScheduler
-from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler
-from cutlass_py_attn.kernels.sm90.tile_scheduler import SplitKeysScheduler
-from cutlass_py_attn.kernels.sm90.tile_scheduler import TileScheduler
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.launch import abi
-from cutlass_py_attn.launch import tile_order
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.entry_points import ROW_THREADS
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
-from cutlass_py_attn.launch.variants import BITS
-from cutlass_py_attn.launch.variants import HALVES
-from cutlass_py_attn.launch.variants import MULTICAST
-from cutlass_py_attn.launch.variants import SPECULATIVE
-from cutlass_py_attn.launch.variants import SPLIT_KV
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
+from cutlass import Float32, GridConstant, Int32
+
+from cutlass_py_attn.kernels.common import dependent_launch, logsumexp, masking, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common.mma_sync import Operands
+from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
+from cutlass_py_attn.kernels.common.quad_transpose import store_rows
+from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
+from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
+from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
+from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
+from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
+from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
+from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads
+from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
+from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
+from cutlass_py_attn.kernels.sm90.tile_scheduler import (
+    ClusterTileScheduler,
+    Cursor,
+    LastRoundsScheduler,
+    SharedEndScheduler,
+    SplitKeysScheduler,
+    TileScheduler,
+    WorkTile,
+)
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.variants import BITS, HALVES, MULTICAST, SPECULATIVE, SPLIT_KV
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -314,7 +292,7 @@ class ForwardSm90:
             pipes.value.consumer_wait(v_state)
             if cutlass.const_expr(self.overlaps_epilogue):
                 self.warp_scheduler_sync(thread)
-            matmul_pv.issue(self.mma_pv, r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
+            matmul_pv.issue(self.mma_pv, r_o, Operands(consumer.p_operand, consumer.v_operand.stage(v_state.index)))
             if cutlass.const_expr(self.overlaps_epilogue):
                 k_state = self.skip_key_tiles(p, pipes, k_state, wave + 1, waves, cursor)
                 self.issue_first(pipes, consumer, r_s, next_q_state, k_state, wave + 1 < waves)
@@ -358,7 +336,9 @@ class ForwardSm90:
         else:
             matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
         pipes.value.consumer_wait(v_state)
-        matmul_pv.issue(self.mma_pv, consumer.r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
+        matmul_pv.issue(
+            self.mma_pv, consumer.r_o, Operands(consumer.p_operand, consumer.v_operand.stage(v_state.index))
+        )
         self.warp_scheduler_arrive(thread)
         dropout_bits, bias = self.score_inputs(p, work, key_tile, consumer)
         if cutlass.const_expr(self.speculates and is_whole):
@@ -454,7 +434,7 @@ class ForwardSm90:
             qk_operands=matmul_qk.operands(self.mma_qk, s_q, s_k, thread),
             parts=tuple(self.part_operands(s_q, s_k, thread, part) for part in range(self.num_parts)),
             p_operand=self.mma_pv.from_registers(r_p),
-            v_operand=matmul_pv.v_operand(self.mma_pv, s_v),
+            v_operand=matmul_pv.b_operand(self.mma_pv, s_v),
             r_p=r_p,
             r_o=self.mma_pv.accumulator(thread),
             softmax=kind(rows, cute.make_rmem_tensor(rows, Float32)),

@@ -35,7 +35,7 @@ from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_source
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import doivj, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import doivj, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
 from cutlass_py_attn.launch import tile_order
@@ -312,7 +312,7 @@ class GradBiasSm90:
                 # 1  S = Q K^T
                 pipes.scores.consumer_wait(at_s)
                 matmul_qk.issue(gemms.mma_qk, r_s, gemms.qk_parts.stage(at_s.index, at_s.index))
-                matmul_qk.wait(gemms.mma_qk)
+                gemms.mma_qk.wait()
                 # 2  P
                 self.weights(p, gemms, tile, pair, r_s, at_s.index, thread)
                 pipelines.arrive_all(pipes.scores.sync_object_empty, at_s.index)
@@ -322,7 +322,7 @@ class GradBiasSm90:
                 doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(at_w.index, at_w.index))
                 following = self.next_pair(p, work, pair + 1)
                 self.load_bias(p, work, following, thread, self.bias_differs(p))
-                doivj.wait(gemms.mma_dov)
+                gemms.mma_dov.wait()
                 # 4  dS
                 self.add_score_gradient(p, gemms, tile, pair, (r_sum, r_s, r_dp), at_w.index, thread)
                 pipelines.arrive_all(pipes.weights.sync_object_empty, at_w.index)

@@ -37,7 +37,7 @@ from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_v, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     BackwardKernelSm90,
@@ -227,7 +227,7 @@ class Backward2Cta:
             r_next = gemms.mma_qk.accumulator(thread)
             matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(None, at_q.index))
             self.statistics.read("logsumexp", at_q.index, thread, r_lse)
-            matmul_qk.wait(gemms.mma_qk)
+            gemms.mma_qk.wait()
             r_s.store(r_next.load())
             tile = self.tile_order.first(p, work_tile)
             for iteration in cutlass.range(iterations, unroll=1):
@@ -235,7 +235,7 @@ class Backward2Cta:
                 score_tile = ScoreTile(work_tile.seqlen, work_tile.band, tile.head, tile.index, work_tile.tile)
                 self.scores.exponentiate(p, r_s, r_lse)
                 self.scores.mask(gemms.mma_qk, r_s, score_tile, thread)
-                grad_v.wait(gemms.mma_pdo)
+                gemms.mma_pdo.wait()
                 if iteration > 0:
                     self.cluster.release_stage(pipes.do, previous_stage(at, build.grad_output_stages))
                 r_p = tile_copy.converted(r_s, self.dtype)
@@ -252,17 +252,17 @@ class Backward2Cta:
                 r_next = gemms.mma_qk.accumulator(thread)
                 matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(None, stage))
                 pipes.do.consumer_wait(at)
-                pdo_parts = grad_v.register_operands(gemms.mma_pdo, r_p, gemms.pdo_b.stage(at.index))
+                pdo_parts = gemms.mma_pdo.register_operands(r_p, gemms.pdo_b.stage(at.index))
                 grad_v.issue(gemms.mma_pdo, r_dv, pdo_parts)
                 at.advance()
                 self.statistics.read("logsumexp", stage, thread, r_lse)
-                matmul_qk.wait(gemms.mma_qk, gemms.mma_pdo.groups)
+                gemms.mma_qk.wait(gemms.mma_pdo.groups)
                 self.cluster.release_remote(pipes.q, last)
                 arrive_all(pipes.q.sync_object_empty, last)
                 r_s.store(r_next.load())
                 tile = self.tile_order.next(work_tile, tile)
             pipes.k.consumer_release(at_kv)
-            grad_v.wait(gemms.mma_pdo)
+            gemms.mma_pdo.wait()
             self.cluster.release_stage(pipes.do, previous_stage(at, build.grad_output_stages))
             at_kv.advance()
             # 8  store dV; the work tile is recomputed, not kept in registers
@@ -293,14 +293,14 @@ class Backward2Cta:
             r_next = gemms.mma_dov.accumulator(thread)
             doivj.issue(gemms.mma_dov, r_next, gemms.dov_parts.stage(None, at.index))
             self.statistics.read("delta", at.index, thread, r_delta)
-            doivj.wait(gemms.mma_dov)
+            gemms.mma_dov.wait()
             r_dp.store(r_next.load())
             for iteration in cutlass.range(iterations, unroll=1):
                 # 4  dS = P (dP - delta), also for the warpgroups of dQ
                 self.wait_for_weights(at_ds.index)
                 r_p = self.load_weights(r_dp, at_ds.index, thread)
                 self.scores.gradient(p, r_dp, r_p, r_delta, None)
-                grad_k.wait(gemms.mma_dsq)
+                gemms.mma_dsq.wait()
                 if iteration > 0:
                     self.cluster.release_stage(pipes.q, previous_stage(at_q, build.query_stages))
                 r_ds = tile_copy.converted(r_dp, self.dtype)
@@ -319,17 +319,17 @@ class Backward2Cta:
                 r_next = gemms.mma_dov.accumulator(thread)
                 doivj.issue(gemms.mma_dov, r_next, gemms.dov_parts.stage(None, stage))
                 pipes.q.consumer_wait(at_q)
-                dsq_parts = grad_k.register_operands(gemms.mma_dsq, r_ds, gemms.dsq_b.stage(at_q.index))
+                dsq_parts = gemms.mma_dsq.register_operands(r_ds, gemms.dsq_b.stage(at_q.index))
                 grad_k.issue(gemms.mma_dsq, r_dk, dsq_parts)
                 at_q.advance()
                 self.statistics.read("delta", stage, thread, r_delta)
-                doivj.wait(gemms.mma_dov, gemms.mma_dsq.groups)
+                gemms.mma_dov.wait(gemms.mma_dsq.groups)
                 self.cluster.release_remote(pipes.do, last)
                 # Every thread has read delta of this stage.
                 arrive_all(pipes.do.sync_object_empty, previous_stage(at, build.grad_output_stages))
                 r_dp.store(r_next.load())
             pipes.v.consumer_release(at_kv)
-            grad_k.wait(gemms.mma_dsq)
+            gemms.mma_dsq.wait()
             self.cluster.release_stage(pipes.q, previous_stage(at_q, build.query_stages))
             at_kv.advance()
             # 8  store dK

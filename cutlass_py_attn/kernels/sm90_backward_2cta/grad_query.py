@@ -15,7 +15,7 @@ from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAcc
 from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import grad_q
+from cutlass_py_attn.kernels.component_gemms.products import grad_q
 from cutlass_py_attn.kernels.sm90.grad_query import GradQueryGemm, warpgroup_gemm
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
 from cutlass_py_attn.launch.build import Build
@@ -73,7 +73,7 @@ class GradQuery2Cta:
         grad_q.issue(mma_dsk, r_dq, grad_q.operands(mma_dsk, s_ds.own, keys, thread))
         keys = cute.local_tile(s_other_k, (build.tile_n, columns), (0, own_piece))
         grad_q.issue(mma_other_dsk, r_dq, grad_q.operands(mma_other_dsk, s_ds.other, keys, thread))
-        grad_q.wait(mma_dsk)
+        mma_dsk.wait()
         self.accum.add(target + piece * self.gemm.elements, r_dq, thread)
         # Without a barrier the compiler would move additions past the next GEMM, and keep their values in registers.
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP_THREADS)

@@ -25,9 +25,10 @@ import cutlass.pipeline as pipeline
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 
 from cutlass_py_attn.kernels.common import e4m3, logsumexp, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.cluster import SingleCta
 from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
@@ -306,7 +307,9 @@ class ForwardE4m3Sm90(ForwardSm90):
 
     def issue_part(self, consumer: E4m3Consumer, v_state: Any, index: int) -> None:
         """Issues P V of some columns into their accumulator."""
-        matmul_pv.issue(self.mma_pv, consumer.part, consumer.p_operand, consumer.values[index].stage(v_state.index))
+        matmul_pv.issue(
+            self.mma_pv, consumer.part, Operands(consumer.p_operand, consumer.values[index].stage(v_state.index))
+        )
 
     def add_parts(self, consumer: E4m3Consumer, v_state: Any, pending: int) -> None:
         """Waits for P V of the first columns and adds it to O, then computes and adds the others.

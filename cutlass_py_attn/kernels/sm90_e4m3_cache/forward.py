@@ -12,37 +12,28 @@ The kernel is the forward of 16-bit operands (forward.py) with the differences b
     in flight   codes of key tile n - 3, conversion of n - 2   value tiles likewise
 """
 
-from cutlass import Float32
-from cutlass import GridConstant
-from cutlass import Int32
-from cutlass_py_attn.integers import larger
-from cutlass_py_attn.kernels.common import e4m3
-from cutlass_py_attn.kernels.common import params
-from cutlass_py_attn.kernels.common import seqlen_info
-from cutlass_py_attn.kernels.common import tma
-from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.forward import ConsumerState
-from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
-from cutlass_py_attn.kernels.sm90.forward import Pipelines
-from cutlass_py_attn.kernels.sm90.layout import num_stages
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import registers
-from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import CodedTile
-from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import E4m3CacheTiles
-from cutlass_py_attn.launch import abi
-from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
-from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from dataclasses import replace
 from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.experimental.cuda as tensor_maps
 import cutlass.pipeline as pipeline
+from cutlass import Float32, GridConstant, Int32
+
+from cutlass_py_attn.integers import larger
+from cutlass_py_attn.kernels.common import e4m3, params, seqlen_info, tma
+from cutlass_py_attn.kernels.common.wgmma import row_view
+from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.cluster import SingleCta
+from cutlass_py_attn.kernels.sm90.forward import ConsumerState, ForwardSm90, Pipelines
+from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
+from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import registers
+from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import CodedTile, E4m3CacheTiles
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 
 
 class ConvertingCta(SingleCta):

@@ -35,14 +35,8 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import VECTOR_ELEMENTS, load_vector, store_row
 from cutlass_py_attn.kernels.common.softmax import QUAD, multiply_rows, safe_scale
-from cutlass_py_attn.kernels.common.wgmma import (
-    DescriptorOperand,
-    Wgmma,
-    row_view,
-    smem_column_slice,
-    smem_tile_at,
-)
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view, smem_column_slice, smem_tile_at
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.decode.chunk_schedule import ChunkSchedule, Piece, Place
 from cutlass_py_attn.kernels.decode.persistent import CombinePieces
 from cutlass_py_attn.kernels.sm90 import pipelines
@@ -312,7 +306,7 @@ class MlaDecodeSm90:
         """Rescales O by the factors of a slot's tile, and issues O += P V."""
         own.softmax.rescale([row_view(own.output)], slot)
         # 3  O += P V
-        matmul_pv.issue(self.mma_pv, own.output, p_operand, own.value.stage(slot))
+        matmul_pv.issue(self.mma_pv, own.output, Operands(p_operand, own.value.stage(slot)))
 
     def compute_weights(self, p: Any, piece: Piece, own: Warpgroup, r_s: cute.Tensor, tile: Int32) -> cute.Tensor:
         """Turns S of this warpgroup's slot into P; returns it, and stores it for the other warpgroup."""
@@ -471,7 +465,7 @@ class MlaDecodeSm90:
             query=[mma_qk.a_operand(smem_column_slice(query, *columns_of), thread).stage(0) for columns_of in slices],
             key=[mma_qk.b_operand(smem_column_slice(tiles, *columns_of)) for columns_of in slices],
             p=mma_pv.a_operand(self.ring.p_tile(1 - index), thread),
-            value=matmul_pv.v_operand(mma_pv, smem_column_slice(tiles, index * columns, columns)),
+            value=matmul_pv.b_operand(mma_pv, smem_column_slice(tiles, index * columns, columns)),
             output=output,
             softmax=AlternatingSoftmax(
                 index,

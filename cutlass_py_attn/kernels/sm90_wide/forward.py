@@ -27,14 +27,8 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
-from cutlass_py_attn.kernels.common.wgmma import (
-    DescriptorOperand,
-    Wgmma,
-    row_view,
-    smem_column_slice,
-    smem_tile_at,
-)
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view, smem_column_slice, smem_tile_at
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90.cluster import Cluster
 from cutlass_py_attn.kernels.sm90.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
@@ -290,7 +284,7 @@ class WideForwardSm90:
         own.softmax.rescale([row_view(r_o) for r_o in own.outputs], owner)
         for index, mma in enumerate(self.mma_pv[own.index]):
             stage = self.ring.wait(first + index, own.index, own.phases)
-            matmul_pv.issue(mma, own.outputs[index], own.p.stage(owner), own.values[index].stage(stage))
+            matmul_pv.issue(mma, own.outputs[index], Operands(own.p.stage(owner), own.values[index].stage(stage)))
 
     def finish_output(self, own: Warpgroup, first: Int32) -> None:
         """Waits for the products of `issue_output`, and releases their chunks of V."""
@@ -397,7 +391,7 @@ class WideForwardSm90:
             key=mma_qk.b_operand(ring),
             p=products[0].a_operand(self.p_tiles(), thread),
             values=[
-                matmul_pv.v_operand(mma, smem_column_slice(ring, 0, chunk.columns))
+                matmul_pv.b_operand(mma, smem_column_slice(ring, 0, chunk.columns))
                 for mma, chunk in zip(products, self.value_chunks[index], strict=True)
             ],
             outputs=outputs,

@@ -24,14 +24,8 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.views import transposed
-from cutlass_py_attn.kernels.common.wgmma import (
-    DescriptorOperand,
-    Wgmma,
-    row_view,
-    smem_column_slice,
-    smem_tile_at,
-)
-from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_q, grad_v, matmul_qk
+from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view, smem_column_slice, smem_tile_at
+from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_q, grad_v, matmul_qk
 from cutlass_py_attn.kernels.sm90.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
