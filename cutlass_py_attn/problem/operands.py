@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
 
 LOGSUMEXP: Final = ("batch", "num_heads", "padded_queries")
+_ROWS: Final = (*BMHK, KEY_ROPE)
 _BIAS: Final = ("batch", "num_heads", "num_queries", "num_keys")
 _GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
 _AXES: Final = {
@@ -81,18 +82,18 @@ def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, .
     An axis that counts nothing of the problem has a name of its own, as one does along which a bias broadcasts or its
     gradient is summed.
     """
-    own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
-    vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
-    role = name.removeprefix("grad_")
-    if name in BIASES:
-        return tuple(one if size == 1 else axis for one, axis, size in zip(own, _BIAS, shape, strict=True))
-    if name in (*BMHK, KEY_ROPE):
+    if name in _ROWS:
         axes = problem.shape.axes("key" if problem.value_in_key and name == "value" else name)
         return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
+    own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
+    if name in BIASES:
+        return tuple(one if size == 1 else axis for one, axis, size in zip(own, _BIAS, shape, strict=True))
     if name in SCALES:
         return own if shape == (1,) else _scale_axes(problem)[len(shape)]
     if name == "page_table":
         return ("batch", "max_pages")[-len(shape) :]
+    vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
+    role = name.removeprefix("grad_")
     return vectors[role].axes_of(len(shape)) if role in vectors else _AXES.get(name, own)
 
 
