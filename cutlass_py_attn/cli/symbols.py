@@ -21,8 +21,7 @@ from cutlass_py_attn.plan.catalogue import KERNELS
 from cutlass_py_attn.plan.decode import MIN_KEYS
 from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem

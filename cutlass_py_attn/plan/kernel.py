@@ -103,6 +103,7 @@ class Family:
     unsupported_features: what a problem has that they do not take; () if they take it
     tiles: the tiles that the planner tries for a problem on so many multiprocessors, the fastest first; those for
         sequences of any length alone if the last argument says so
+    with_options: a tile of a caller, with options if it leaves them open
     objections: why the variant of a tile would compute a problem wrongly, which the rules of its Build do not see
     rejection: the end of a sentence that says why they do not compute a problem; "" for a problem that is not theirs
     """
@@ -111,6 +112,7 @@ class Family:
     needs_wgmma: bool
     unsupported_features: Callable[[Problem], tuple[str, ...]]
     tiles: Callable[[Problem, int, bool], Iterable[TileConfig]]
+    with_options: Callable[[Problem, TileConfig], TileConfig] = lambda problem, tile: tile
     objections: Callable[[Problem, TileConfig], list[str]]
     rejection: Callable[[Problem], str]
 

@@ -27,6 +27,7 @@ from cutlass_py_attn.plan.names import (
     NUM_SPLITS_KEY,
     WORK_TILES,
 )
+from cutlass_py_attn.plan.problem_kind import ProblemKind
 from cutlass_py_attn.plan.sm90_mla import ROPE_COLUMNS, WARP_ROWS
 from cutlass_py_attn.plan.sm90_smem import (
     DQ_WARPGROUPS,
@@ -39,8 +40,7 @@ from cutlass_py_attn.plan.sm90_smem import (
 )
 from cutlass_py_attn.plan.sm90_wide import WARPGROUPS
 from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tiles import sm90_tiles
+from cutlass_py_attn.plan.tiles import sm90_rows
 from cutlass_py_attn.plan.variants import (
     DS_REGISTERS,
     E4M3,
@@ -234,7 +234,7 @@ def reason(roles: Callable[[Build], str]) -> Reason:
     """Returns `reason` of a kernel, from what the warpgroups of a block do."""
 
     def of_plan(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
-        tile = tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
+        tile = tile_time.reason(problem, build, sm90_rows(ProblemKind.of(problem)), values["num_sms"])
         return f"sm90 family (wgmma, TMA): {roles(build)}{tile}"
 
     return of_plan

@@ -24,7 +24,7 @@ from cutlass_py_attn.plan import entry_points, planner
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.catalogue import kernel_of
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
+from cutlass_py_attn.plan.tile_time import MULTICAST_LENGTH
 from cutlass_py_attn.plan.variants import PER_HEAD, SPLIT_KV
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
