@@ -32,6 +32,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
 from cutlass_py_attn.runtime.binding import Bound, bind_problem
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -268,7 +269,7 @@ def _launch(
         inputs = _with_value(inputs, options.head_dim_value)
     query = inputs["query"]
     gpu = device_of(query.device)
-    call = prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
+    call = prepare(direction, inputs, options, gpu.ordinal, output_checks.refusals(inputs, outputs))
     problem = call.problem
     if call.bound is None and not call.is_empty:  # before anything is copied: there may be no kernel
         call.bound = bind_kernels(problem, gpu.ordinal, options.kernels)
@@ -342,22 +343,22 @@ def prepare(
     inputs: Mapping[str, arrays.Array],
     options: Options,
     ordinal: int,
-    output_reasons: Sequence[str],
+    of_outputs: Sequence[Refusal],
 ) -> PreparedCall:
     """Validates a call once per layout of its arrays and options.
 
     NumPy arrays of sequence lengths are validated in every call, because the values count.
 
-    output_reasons: why the caller's arrays for outputs are refused; they depend on addresses.
+    of_outputs: why the caller's arrays for outputs are refused; they depend on addresses.
     """
     layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in inputs.items()])
     key = direction, ordinal, layouts, options.key
     try:
         call = _prepared_calls.get(key)
     except TypeError:  # an option without a hash
-        return PreparedCall(*problem_of(direction, inputs, options, output_reasons), options.packed)
-    if call is None or output_reasons or (options.sequences is not None and inputs["query"].device is None):
-        call = PreparedCall(*problem_of(direction, inputs, options, output_reasons), options.packed)
+        return PreparedCall(*problem_of(direction, inputs, options, of_outputs), options.packed)
+    if call is None or of_outputs or (options.sequences is not None and inputs["query"].device is None):
+        call = PreparedCall(*problem_of(direction, inputs, options, of_outputs), options.packed)
         _prepared_calls.put(key, call)
     return call
 

@@ -18,6 +18,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
+from cutlass_py_attn.refusals import refuse
 from cutlass_py_attn.runtime import arrays, output_checks
 from cutlass_py_attn.score_terms.dropout import keeper
 
@@ -117,6 +118,16 @@ def score_mod_of(problem: Problem, options: Options) -> numpy_reference.Referenc
     )
 
 
+def check_is_numpy(operands: Mapping[str, Any]) -> None:
+    """Raises NotSupported with every operand that is no NumPy array."""
+    if refusals := [
+        refuse(name, value, "must be a NumPy array for backend='reference'", "copy it to the host")
+        for name, value in operands.items()
+        if not isinstance(value, np.ndarray)
+    ]:
+        raise NotSupported(refusals)
+
+
 def _problem(direction: str, operands: Mapping[str, Any], options: Options) -> Problem:
     """Validates the call as for the GPU, so that the reference computes nothing that the GPU refuses."""
     outputs = {}
@@ -126,13 +137,9 @@ def _problem(direction: str, operands: Mapping[str, Any], options: Options) -> P
         given = {f"grad_{name}": getattr(options.out, name) for name in options.gradients}
         outputs = {name: array for name, array in given.items() if array is not None}
     inputs = {**operands, **outputs}
-    not_numpy = [name for name, value in inputs.items() if not isinstance(value, np.ndarray)]
-    if not_numpy:
-        raise NotSupported(
-            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
+    check_is_numpy(inputs)
     described = arrays.read_operands(inputs, 0)
-    return problem_of(direction, described, options, output_checks.reasons(described, outputs))[0]
+    return problem_of(direction, described, options, output_checks.refusals(described, outputs))[0]
 
 
 def _into(target: Any, result: Any) -> Any:

@@ -14,8 +14,9 @@ import numpy as np
 
 from cutlass_py_attn.api import repeated_calls
 from cutlass_py_attn.api.attention import MAX_PREPARED_CALLS, default_kernels, device_of
+from cutlass_py_attn.api.cpu_backend import check_is_numpy
 from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.api.options import backend_refusals, kernels_refusals
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
@@ -25,9 +26,10 @@ from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
 from cutlass_py_attn.reference import serving
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
 from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 
@@ -150,7 +152,7 @@ class _Call(ABC):
     """One call: the caller's arrays by name, and what decides its kernel.
 
     first: name of the operand whose library gets the results. is_on_host: whether the CPU backend computes it.
-    reasons: why the options are refused. key: what decides the problem beside the layouts of the arrays.
+    refusals: why the options are refused. key: what decides the problem beside the layouts of the arrays.
     """
 
     first: ClassVar[str]
@@ -159,16 +161,12 @@ class _Call(ABC):
         self.given = {name: array for name, array in given.items() if array is not None}
         self.kernels = kernels
         self.key: Hashable = type(self)
-        self.reasons = [f"{name} is None: must be an array; pass it" for name, array in given.items() if array is None]
-        is_known = isinstance(backend, str) and backend in BACKENDS
-        self.is_on_host = is_known and backend == "reference"
-        if not is_known:
-            self.reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
-        if kernels is not None and not callable(kernels):
-            self.reasons.append(
-                f"kernels = {shown(kernels)}: must be a function that returns the Artifact of a Build, such as "
-                "Folder(path), or None; pass one"
-            )
+        self.refusals = [
+            refuse(name, None, "must be an array", "pass it") for name, array in given.items() if array is None
+        ]
+        self.has_all_arrays = not self.refusals
+        self.refusals += [*backend_refusals(backend), *kernels_refusals(kernels)]
+        self.is_on_host = isinstance(backend, str) and backend == "reference"
 
     @abstractmethod
     def problem(self, tensors: Mapping[str, Tensor]) -> AppendProblem | MergeProblem:
@@ -192,26 +190,26 @@ class _Call(ABC):
 
     def read(self, stream: int) -> dict[str, arrays.Array]:
         """Reads the arrays. NotSupported lists those that are missing or unreadable, and wrong options."""
-        unreadable: list[str] = []
+        unreadable: list[Refusal] = []
         found: dict[str, arrays.Array] = {}
         try:
             found = arrays.read_operands(self.given, stream)
         except NotSupported as error:
-            unreadable += error.reasons
-        if unreadable or any(" is None: " in reason for reason in self.reasons):
-            raise NotSupported([*self.reasons, *unreadable])
+            unreadable += error.refusals
+        if unreadable or not self.has_all_arrays:
+            raise NotSupported([*self.refusals, *unreadable])
         return found
 
     def check(self, found: Mapping[str, arrays.Array]) -> Any:
         """Returns the problem of these arrays; NotSupported lists every reason to refuse them and the options."""
         problem = self.problem({name: array.tensor for name, array in found.items()})
-        if reasons := [*self.reasons, *problem.reasons(), *self.memory_reasons(found)]:
-            raise NotSupported(reasons)
+        if refusals := [*self.refusals, *problem.refusals(), *self.memory_refusals(found)]:
+            raise NotSupported(refusals)
         return problem
 
-    def memory_reasons(self, found: Mapping[str, arrays.Array]) -> list[str]:
+    def memory_refusals(self, found: Mapping[str, arrays.Array]) -> list[Refusal]:
         """Returns why arrays cannot be written: they are read-only, or share memory with another."""
-        return output_checks.reasons(found, self.outputs(found), self.remedy(found))
+        return output_checks.refusals(found, self.outputs(found), self.remedy(found))
 
 
 class _Append(_Call):
@@ -316,10 +314,10 @@ def _prepare(call: _Call, found: Mapping[str, arrays.Array]) -> _Prepared:
     layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in found.items()])
     key = call.key, layouts, call.kernels
     try:
-        prepared = None if call.reasons else _prepared.get(key)
+        prepared = None if call.refusals else _prepared.get(key)
     except TypeError:  # `kernels` without a hash
         return _Prepared(call.check(found))
-    if prepared is not None and call.memory_reasons(found):
+    if prepared is not None and call.memory_refusals(found):
         prepared = None
     if prepared is None:
         prepared = _Prepared(call.check(found))
@@ -330,11 +328,7 @@ def _prepare(call: _Call, found: Mapping[str, arrays.Array]) -> _Prepared:
 def _on_host(call: _Call, stream: object) -> dict[str, Any]:
     """Returns the NumPy arrays of a call of the CPU backend, checked as for the GPU."""
     driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
-    not_numpy = [name for name, value in call.given.items() if not isinstance(value, np.ndarray)]
-    if not_numpy:
-        raise NotSupported(
-            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
+    check_is_numpy(call.given)
     call.check(call.read(0))
     return dict(call.given)
 

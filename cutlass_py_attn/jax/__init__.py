@@ -59,10 +59,10 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.scalars import SCALARS, integer_of, shown
+from cutlass_py_attn.problem.scalars import SCALARS, integer_of
 from cutlass_py_attn.problem.split_rows import ULYSSES
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
-from cutlass_py_attn.problem.validation import mask_kind_objections
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
 
 __all__ = [
@@ -236,11 +236,11 @@ def mla_attention(
     Returns what `attention` returns, with head_dim_value columns; it is not differentiable. Splits over devices, vmap
     and errors are those of `attention`.
     """
-    reasons, columns = split_rows.flag_objections("return_logsumexp", return_logsumexp), integer_of(head_dim_value)
+    refusals, columns = split_rows.flag_refusals("return_logsumexp", return_logsumexp), integer_of(head_dim_value)
     if columns is None:
-        reasons.append(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
-    if reasons or columns is None:
-        raise NotSupported(reasons)
+        refusals.append(refuse("head_dim_value", head_dim_value, "must be an int known at trace time", "pass it"))
+    if refusals or columns is None:
+        raise NotSupported(refusals)
     options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
     of_codes = {"key_scale": cache_scale, KEY_ROPE: cache_rope}
     arrays = {"query": query, "key": cache, **{name: each for name, each in of_codes.items() if each is not None}}
@@ -398,18 +398,18 @@ def dot_product_attention(
         query, key, value, bias, mask, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
     )
     others = {
-        "sequences": "key_value_seq_lengths here; call `attention` for packed sequences",
-        "return_logsumexp": "return_residual here; rename it",
-        **dict.fromkeys(split_rows.SPLITTING, "absent here; call `attention` for rows that are split over devices"),
+        "sequences": ("must be key_value_seq_lengths here", "call `attention` for packed sequences"),
+        "return_logsumexp": ("must be return_residual here", "rename it"),
+        **dict.fromkeys(
+            split_rows.SPLITTING, ("must be absent here", "call `attention` for rows that are split over devices")
+        ),
     }
-    reasons = [
-        f"{name} = {shown(options[name])}: must be {remedy}" for name, remedy in others.items() if name in options
-    ]
+    refusals = [refuse(name, options[name], *others[name]) for name in others if name in options]
     keywords = (*dot_product.KEYWORDS, *Options.__annotations__)
     known = [name for name in dict.fromkeys(keywords) if name not in others]
-    reasons += unknown_options.objections((name for name in options if name not in others), known)
-    reasons += split_rows.flag_objections("return_residual", return_residual)
-    call = given.translate(reasons)
+    refusals += unknown_options.refusals((name for name in options if name not in others), known)
+    refusals += split_rows.flag_refusals("return_residual", return_residual)
+    call = given.translate(refusals)
     static, arrays = _prepare(call.operands, {**options, **call.options, "scale": scale})  # type: ignore[typeddict-item]
     if not return_residual:
         return call.output(_traced(static, arrays)[0])
@@ -456,45 +456,47 @@ def _prepare(
 ) -> tuple[calls.Call, dict[str, Any]]:
     """Returns the static part of the call and its arrays by name; NotSupported lists every wrong option."""
     given: dict[str, Any] = {name: api_options.option_value(name, value) for name, value in options.items()}
-    reasons = unknown_options.objections(given, Options.__annotations__)
-    reasons += [reason for name, value in given.items() for reason in _static_reasons(name, value)]
-    reasons += split_rows.unused_objections(given)
+    refusals = unknown_options.refusals(given, Options.__annotations__)
+    refusals += [reason for name, value in given.items() for reason in _static_refusals(name, value)]
+    refusals += split_rows.unused_refusals(given)
     dropout_p, dropout_key = given.get("dropout_p", 0.0), given.get("dropout_key")
     if isinstance(dropout_p, float) and dropout_p != 0 and dropout_key is None:
-        reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")
+        refusals.append(refuse("dropout_p", dropout_p, "must come with dropout_key", "pass a key of jax.random"))
     try:
         checked = api_options.check_options(
             {name: value for name, value in given.items() if name in _SharedOptions.__annotations__}, _SharedOptions
         )
     except NotSupported as error:
-        raise NotSupported([*reasons, *error.reasons]) from error
+        raise NotSupported([*refusals, *error.refusals]) from error
     given_arrays = operands | {name: given[name] for name in registry.array_options() if given.get(name) is not None}
     given_arrays |= {name: given[name] for name in SCALES if given.get(name) is not None}
     given_arrays |= checked.score_terms
     sequences = None if checked.sequences is None else _with_numpy_lengths(checked.sequences)
     given_arrays |= {} if sequences is None else sequences.arrays()
     arrays, unreadable = _arrays(given_arrays)
-    reasons += unreadable
-    if symbolic := [*sizes.objections(arrays)]:
-        raise NotSupported([*reasons, *symbolic])
+    refusals += unreadable
+    if symbolic := [*sizes.refusals(arrays)]:
+        raise NotSupported([*refusals, *symbolic])
     if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
         rows = arrays["query"].shape[1], arrays["key"].shape[1]  # other ranks are refused when the call is traced
         if isinstance(sequences, Paged):
-            reasons += sequences.reasons(rows[0], (arrays["key"].shape[0], rows[1]))
+            refusals += sequences.refusals(rows[0], (arrays["key"].shape[0], rows[1]))
         else:
-            split = None if reasons else split_rows.context_of(given)
+            split = None if refusals else split_rows.context_of(given)
             size = 1 if split is None else split.size
-            reasons += sequences.reasons((size * rows[0], size * rows[1]))
-    if not reasons and dropout_p != 0:
+            refusals += sequences.refusals((size * rows[0], size * rows[1]))
+    if not refusals and dropout_p != 0:
         try:
             words = jax.random.bits(dropout_key, (2,), "uint32")
         except (TypeError, ValueError) as error:
             raise NotSupported(
-                f"dropout_key = {shown(dropout_key)}: must be a key of jax.random ({error}); pass jax.random.key(seed)"
+                refuse(
+                    "dropout_key", dropout_key, f"must be a key of jax.random ({error})", "pass jax.random.key(seed)"
+                )
             ) from error
         arrays[handler.PHILOX] = jnp.concatenate([words, jnp.zeros(2, "uint32")])  # seed, then an offset of 0
-    if reasons:
-        raise NotSupported(reasons)
+    if refusals:
+        raise NotSupported(refusals)
     call = calls.Call(
         mask=given.get("mask", Full()),
         scale=given.get("scale"),
@@ -513,19 +515,19 @@ def _prepare(
     if call.context is not None:
         coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
         if coded:
-            reasons = [
-                f"{', '.join(coded)} of e4m3 with context_axis: must have 16 or 32 bits, because rows that are split "
-                "over devices have no scales; dequantise, each code times its scale, or leave context_axis None"
-            ]
+            rule = "must have 16 or 32 bits with context_axis, because rows that are split over devices have no scales"
+            remedy = "dequantise, each code times its scale, or leave context_axis None"
+            refusals = [refuse(f"{name}.dtype", str(arrays[name].dtype), rule, remedy) for name in coded]
         elif isinstance(sequences, Paged):
-            reasons = [
-                "sequences = Paged(...) with context_axis: must be VariableLength or None, because the rows of a cache "
-                "in pages are not split over devices; leave context_axis None"
-            ]
+            rule = (
+                "must be VariableLength or None with context_axis, because the rows of a cache in pages are not split "
+                "over devices"
+            )
+            refusals = [refuse("sequences", sequences, rule, "leave context_axis None")]
         else:
-            reasons = split_rows.objections(call, arrays, sequences, wants_logsumexp)
-        if reasons:
-            raise NotSupported(reasons)
+            refusals = split_rows.refusals(call, arrays, sequences, wants_logsumexp)
+        if refusals:
+            raise NotSupported(refusals)
     return call, arrays
 
 
@@ -537,38 +539,38 @@ def _with_numpy_lengths(sequences: VariableLength | Paged) -> VariableLength | P
     return dataclasses.replace(sequences, **lists)
 
 
-def _static_reasons(name: str, value: Any) -> list[str]:
+def _static_refusals(name: str, value: Any) -> list[Refusal]:
     """Returns why an option that is part of the compiled program, and no array, is refused."""
     if name in ("scale", "softcap", "dropout_p"):
-        if not SCALARS[name].objections(name, value):
+        if not SCALARS[name].refusals(name, value):
             return []
-        return [f"{name} = {shown(value)}: must be a number that is known at trace time; pass a Python number"]
+        return [refuse(name, value, "must be a number that is known at trace time", "pass a Python number")]
     if name in split_rows.OPTIONS:
-        return split_rows.option_objections(name, value)
+        return split_rows.option_refusals(name, value)
     if name == "checkpoint_name" and not (isinstance(value, str) and value):
-        return [f"checkpoint_name = {shown(value)}: must be a str that is not empty; pass a name for jax.checkpoint"]
+        return [refuse("checkpoint_name", value, "must be a str that is not empty", "pass a name for jax.checkpoint")]
     if name == "deterministic":
-        return SCALARS[name].objections(name, value)
+        return SCALARS[name].refusals(name, value)
     if name == "mask" and type(value) in masks.ALL.values():  # `check_options` refuses another type
-        return mask_kind_objections(value)
+        return masks.refusals(value)
     if name == "arch" and value is not None:
-        return planner.arch_objections(value)
+        return [*planner.arch_refusals(value)]
     if name == "kernels" and callable(value) and not isinstance(value, Hashable):
-        return [f"kernels = {shown(value)}: must be hashable, because JAX compares it; define __hash__"]
+        return [refuse("kernels", value, "must be hashable, because JAX compares it", "define __hash__")]
     return []
 
 
-def _arrays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _arrays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Refusal]]:
     """Returns the operands as JAX arrays, and why some are refused."""
-    arrays, reasons = {}, []
+    arrays, refusals = {}, []
     for name, value in given.items():
         try:
             if value is None:
                 raise TypeError("None has no elements")
             arrays[name] = jnp.asarray(value)
         except Exception as error:  # the library of an array decides its type
-            reasons.append(f"{name} = {shown(value)}: must be an array that JAX takes ({error}); convert it")
-    return arrays, reasons
+            refusals.append(refuse(name, value, f"must be an array that JAX takes ({error})", "convert it"))
+    return arrays, refusals
 
 
 class _SharedOptions(TypedDict, total=False):
