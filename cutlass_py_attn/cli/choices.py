@@ -62,7 +62,7 @@ class Choices:
         preferred = sm90_choice.applying(self.problem, tiles, self._limits.num_sms)
         standard = [tile for tile in tiles if tile.variant == STANDARD]
         in_parts = [with_options(self.problem, replace(tile, variant=SPLIT_KV)) for tile in standard]
-        shares_keys = in_parts and not sm90_choice.objections(self.problem, in_parts[0])
+        shares_keys = in_parts and not sm90_choice.refusals(self.problem, in_parts[0])
         yield from self._fits(family, dict.fromkeys((*preferred, *tiles, *(in_parts if shares_keys else ()))))
 
     def _takes(self, problem: Problem, family: Family) -> bool:
@@ -75,8 +75,8 @@ class Choices:
             if self.arch in tile.not_on:
                 continue
             if (family, tile) not in self._fitting:
-                build, objections = build_for(self.problem, self.arch, tile, family)
-                fits = not (objections or resources.objections(build, self._limits))
+                build, refused = build_for(self.problem, self.arch, tile, family)
+                fits = not (refused or resources.refusals(build, self._limits))
                 self._fitting[family, tile] = build if fits else None
             found = self._fitting[family, tile]
             if found is not None:

@@ -234,7 +234,7 @@ FORWARD: Final = FusedKernel(
     module="decode.forward",
     summary="split-KV: the keys of a head split over blocks",
     layouts=registry.LAYOUTS,
-    objections=decode_forward,
+    refusals=decode_forward,
     with_warps=_with_warps,
     shared_memory=decode_map,
     products=no_products,
@@ -261,6 +261,6 @@ FAMILY: Final = Family(
     needs_wgmma=False,
     unsupported_features=unsupported_features,
     tiles=lambda problem, num_sms, any_length: decode_tiles(problem),
-    objections=lambda problem, tile: [],
+    refusals=lambda problem, tile: [],
     rejection=rejection_reason,
 )

@@ -14,6 +14,7 @@ from cutlass_py_attn.plan.build import Buffer, Build, Warps
 from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms import registry
 
 TERMS: Final = tuple(term.name for term in registry.BUILT_IN)
@@ -72,7 +73,7 @@ class Kernel:
 class FusedKernel(Kernel):
     """A kernel body of attention, which has tiles.
 
-    objections: why it cannot be built with a Build's tiles, warps, stages and features
+    refusals: why it cannot be built with a Build's tiles, warps, stages and features
     with_warps: the Build with the warps of each product
     shared_memory: the shared-memory map of a thread block
     products: the products of mma.sync, whose warps must divide their rows and columns
@@ -81,10 +82,10 @@ class FusedKernel(Kernel):
     num_splits_key: the blocks that share the keys of the same rows; of a backward, one (batch, key head)
     reason: how the blocks of a plan divide the work, from the values of the plan's names
 
-    Each but the first is asked about Builds without objections.
+    Each but the first is asked about Builds without refusals.
     """
 
-    objections: Callable[[Build], Iterator[str]]
+    refusals: Callable[[Build], Iterator[Refusal]]
     with_warps: Callable[[Build], Build]
     shared_memory: Callable[[Build], tuple[Buffer, ...]]
     products: Callable[[Build], tuple[Product, ...]]
@@ -103,7 +104,7 @@ class Family:
     unsupported_features: what a problem has that they do not take; () if they take it
     tiles: the tiles that the planner tries for a problem on so many multiprocessors, the fastest first; those for
         sequences of any length alone if the last argument says so
-    objections: why the variant of a tile would compute a problem wrongly, which the rules of its Build do not see
+    refusals: why the variant of a tile would compute a problem wrongly, which the rules of its Build do not see
     rejection: the end of a sentence that says why they do not compute a problem; "" for a problem that is not theirs
     """
 
@@ -111,7 +112,7 @@ class Family:
     needs_wgmma: bool
     unsupported_features: Callable[[Problem], tuple[str, ...]]
     tiles: Callable[[Problem, int, bool], Iterable[TileConfig]]
-    objections: Callable[[Problem, TileConfig], list[str]]
+    refusals: Callable[[Problem, TileConfig], list[Refusal]]
     rejection: Callable[[Problem], str]
 
 

@@ -36,6 +36,7 @@ from cutlass_py_attn.problem.tensors import (
     Shape,
     Tensor,
 )
+from cutlass_py_attn.refusals import Refusal, refuse
 
 # Head dims up to which backwards with a bias are faster in the sm80 kernels: d 32, s 2048, full, 5 %; at d 64 the sm90
 # kernels are 1.39 times as fast. With rows aligned to 2 bytes the sm80 kernels are 1.47 to 1.55 times as fast, at 4
@@ -158,11 +159,11 @@ class _Choice:
     is_faster: Callable[[Problem, TileConfig], bool]
 
 
-def objections(problem: Problem, tile: TileConfig) -> list[str]:
+def refusals(problem: Problem, tile: TileConfig) -> list[Refusal]:
     """Returns why the tile's variant would compute this problem wrongly; tile_rules.py has the other rules."""
     choice = _CHOICES.get((problem.direction, tile.variant))
-    found = choice.objection(problem, tile) if choice else ""
-    return [f"variant = {tile.variant!r}: {found}; use the standard variant"] if found else []
+    rule = choice.objection(problem, tile) if choice else ""
+    return [refuse("variant", tile.variant, rule, "use the standard variant")] if rule else []
 
 
 def applying(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
@@ -307,6 +308,6 @@ FAMILY: Final = Family(
     needs_wgmma=True,
     unsupported_features=unsupported_features,
     tiles=_tiles,
-    objections=objections,
+    refusals=refusals,
     rejection=_rejection,
 )

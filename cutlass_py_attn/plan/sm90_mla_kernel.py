@@ -16,23 +16,24 @@ from cutlass_py_attn.plan.sm90_smem import LOAD_WARPGROUPS, WARPGROUP_ROWS
 from cutlass_py_attn.plan.tile_rules import consumers, refuse, sm90_operands
 from cutlass_py_attn.plan.variants import MLA
 from cutlass_py_attn.problem.tensors import KEY_ROPE
+from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms import registry
 
 
-def _objections(build: Build) -> Iterator[str]:
+def _refusals(build: Build) -> Iterator[Refusal]:
     yield from sm90_operands(build)
     if build.has(registry.KV8) != build.has(registry.KV8_TILE):
-        reason = f"variant mla reads e4m3 codes with scales of tiles of columns; use {registry.KV8_TILE} beside "
-        yield refuse(build, "features", reason + registry.KV8)
+        rule = "variant mla reads e4m3 codes with scales of tiles of columns"
+        yield refuse(build, "features", rule, f"use {registry.KV8_TILE} beside {registry.KV8}")
     for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
         if getattr(build, field) != WARPGROUP_ROWS:
-            yield refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+            yield refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows", f"use {WARPGROUP_ROWS}")
     yield from consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
     if build.query_stages != SLOTS:
-        yield refuse(build, "query_stages", f"variant mla has a key tile for each warpgroup; use {SLOTS}")
+        yield refuse(build, "query_stages", "variant mla has a key tile for each warpgroup", f"use {SLOTS}")
     for field, size in zip(("head_dim", "head_dim_value"), HEAD_DIMS, strict=True):
         if getattr(build, field) != size:
-            yield refuse(build, field, f"variant mla is for {size}; use the variant of these head dims")
+            yield refuse(build, field, f"variant mla is for {size}", "use the variant of these head dims")
 
 
 def _accumulators(build: Build) -> int:
@@ -64,7 +65,7 @@ FORWARD: Final = FusedKernel(
     summary="keys that contain the values: persistent blocks over chunks of the keys of all sequences, in which two "
     "warpgroups compute S of alternate key tiles and divide the columns of O",
     layouts=("grouped", registry.PAGED, "varlen", registry.KV8, registry.KV8_TILE),
-    objections=_objections,
+    refusals=_refusals,
     with_warps=sm90.column_warps,
     shared_memory=forward_map,
     products=no_products,

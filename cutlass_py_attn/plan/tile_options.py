@@ -26,6 +26,7 @@ from cutlass_py_attn.plan.variants import (
 )
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
 
 # Features with which scores are scaled products alone, and every key of a tile without a mask has its weight; sinks are
@@ -146,31 +147,32 @@ class Limit:
     """Which bodies can have an option, and with which other option; needs: "" for none."""
 
     allows: Callable[[Body], bool]
-    allowed: str
+    rule: str
+    remedy: str = "use another option"
     needs: str = ""
 
 
 LIMITS: Final = {
     SPECULATIVE: Limit(
         lambda body: body.has_plain_scores,
-        "is for bfloat16 and e4m3, and for scores without dropout, scales of rows and score terms other than sinks; "
+        "is for bfloat16 and e4m3, and for scores without dropout, scales of rows and score terms other than sinks",
         "use none of its options",
     ),
     HALVES: Limit(
         lambda body: body.has_halves,
-        f"is for tiles of a multiple of {HALVES_MULTIPLE} keys, and not for variant {E4M3}; use another option",
-        SPECULATIVE,
+        f"is for tiles of a multiple of {HALVES_MULTIPLE} keys, and not for variant {E4M3}",
+        needs=SPECULATIVE,
     ),
     SHARED_END: Limit(
         lambda body: body.has_equal_tiles,
         "is for full masks and equal lengths, without score terms, dropout and pages: for the standard variant of "
         f"forwards, and for the standard variant, {DS_REGISTERS} and {KEY_REGISTERS} of backwards that are not "
-        "deterministic; use another option",
+        "deterministic",
     ),
     BITS: Limit(
         lambda body: body.has_mask_words,
-        f"is for windows and tiles of up to {MOST_BITS_KEYS} keys; use another option",
-        SPECULATIVE,
+        f"is for windows and tiles of up to {MOST_BITS_KEYS} keys",
+        needs=SPECULATIVE,
     ),
 }
 
@@ -184,23 +186,23 @@ def with_options(problem: Problem, tile: TileConfig) -> TileConfig:
     return replace(tile, options=tuple(name for name in options if name in possible and LIMITS[name].needs in needed))
 
 
-def objections(build: Build) -> Iterator[str]:
-    """Yields every reason why no kernel body can be built with the options, as `build_rules.objections` has them."""
-    what = f"options = {build.options!r}"
+def refusals(build: Build) -> Iterator[Refusal]:
+    """Yields every reason why no kernel body can be built with the options, as `build_rules.refusals` has them."""
     variants = {"forward": FORWARDS_WITH_OPTIONS, "backward": BACKWARDS_WITH_OPTIONS}.get(build.kind, ())
     if build.options and not (build.family == "sm90" and build.variant in variants):
-        yield (
-            f"{what}: only the standard, {MULTICAST}, {SPLIT_KV}, {E4M3} and {E4M3_CACHE} sm90 forwards and the "
-            f"standard, {DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options; use ()"
+        rule = (
+            f"only the standard, {MULTICAST}, {SPLIT_KV}, {E4M3} and {E4M3_CACHE} sm90 forwards and the standard, "
+            f"{DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options"
         )
+        yield refuse("options", build.options, rule, "use ()")
         return
     if build.kind == "backward" and build.options != (SHARED_END,) * len(build.options):
-        yield f"{what}: backwards have option {SHARED_END} alone; use no other"
+        yield refuse("options", build.options, f"backwards have option {SHARED_END} alone", "use no other")
         return
     body = Body.of(build, build)
     for name in build.options:
         limit = LIMITS[name]
         if not limit.allows(body):
-            yield f"{what}: option {name} {limit.allowed}"
+            yield refuse("options", build.options, f"option {name} {limit.rule}", limit.remedy)
         if limit.needs and limit.needs not in build.options:
-            yield f"{what}: option {name} is part of option {limit.needs}; use both"
+            yield refuse("options", build.options, f"option {name} is part of option {limit.needs}", "use both")

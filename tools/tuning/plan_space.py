@@ -20,6 +20,7 @@ from cutlass_py_attn.plan.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import FLOAT8
+from cutlass_py_attn.refusals import refuse
 
 FAMILIES: Final = ("sm90", "sm80")
 ARCHS: Final = {"sm90": "sm_90a", "sm80": "sm_90"}
@@ -170,9 +171,9 @@ def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileCon
 
 def _candidate(problem: Problem, family: str, arch: str, tile: TileConfig) -> Candidate:
     limits = architecture(arch)
-    build, objections = build_for(problem, arch, tile, family)
-    objections = objections or resources.objections(build, limits)
-    if family == "sm90" and not objections and not sm90_choice.applies(problem, tile, limits.num_sms):
-        reasons = sm90_choice.objections(problem, tile)
-        objections = reasons or [f"variant = {tile.variant!r}: the standard variant is faster for these lengths"]
-    return Candidate(build, tuple(objections))
+    build, refused = build_for(problem, arch, tile, family)
+    refused = refused or resources.refusals(build, limits)
+    if family == "sm90" and not refused and not sm90_choice.applies(problem, tile, limits.num_sms):
+        slower = refuse("variant", tile.variant, "the standard variant is faster for these lengths", "use that")
+        refused = sm90_choice.refusals(problem, tile) or [slower]
+    return Candidate(build, tuple(map(str, refused)))

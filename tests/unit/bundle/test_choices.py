@@ -31,7 +31,7 @@ def kernels(problem: Problem) -> dict[Build, int]:
     found = {}
     for place, tile in enumerate(sm90_tiles(problem)):
         build, objections = build_for(problem, ARCH, tile, "sm90")
-        if ARCH not in tile.not_on and not (objections or resources.objections(build, architecture(ARCH))):
+        if ARCH not in tile.not_on and not (objections or resources.refusals(build, architecture(ARCH))):
             found[build] = place
     return found
 
