@@ -17,8 +17,7 @@ from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import parse
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tools.bench import short_map
-from tools.docs import short_map_plots
+from tools.lab import short_map, short_map_plots
 from tools.release import build_ptx, record
 
 NAMES = ("bf16_d64_s64_b1_h4_full", "bf16_d64_s197_b8_h4_causal")
