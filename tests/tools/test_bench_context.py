@@ -19,36 +19,6 @@ from cutlass_py_attn.jax import attention, primitive  # noqa: E402
 from tests.support import fakes, xla_reference  # noqa: E402
 
 
-def test_the_share_is_that_of_a_perfect_split() -> None:
-    one = {"tokens": 64, "devices": 1, "name": "one GPU", "forward": 2.0, "both": 8.0}
-    other = {**one, "devices": 2, "name": "ring", "forward": 1.25, "both": None, "error": "OutOfMemory: no"}
-    assert bench_context.text(one, one).split() == ["64", "one", "GPU", "forward", "2.000", "both", "8.000"]
-    assert bench_context.text(other, one).split() == [
-        "64",
-        "ring",
-        "forward",
-        "1.250",
-        "0.80",
-        "both",
-        "refused",
-        "OutOfMemory:",
-        "no",
-    ]
-
-
-def test_every_function_is_traced() -> None:
-    call = functools.partial(attention, mask=Causal(), arch="sm_90a")
-    mesh, named = bench_context.functions(jax, call, 2)
-    assert list(named) == ["all_gather, zigzag", "ulysses", "ring, zigzag", "cuDNN, all-gather"]
-    assert mesh.shape == {"x": 2}
-    described = jax.eval_shape(lambda: bench_context.operands(jax, 256, None))
-    for name, function in named.items():
-        if "cuDNN" not in name:
-            output, gradients = jax.eval_shape(bench_context.both(jax, function), *described)
-            assert output.shape == (1, 256, 32, 128)
-            assert [array.shape for array in gradients] == [array.shape for array in described[:3]]
-
-
 def largest(jaxpr: Any, is_inside: bool = False) -> int:
     """Returns the bytes of the largest array of a device in the shard_map of a program, loops and branches included."""
     found = 0
@@ -115,18 +85,3 @@ def test_rows_and_batch_and_heads_are_measured(small: Callable[..., Any]) -> Non
         else:
             assert row["both"] > 0
             assert row["memory_mib"] >= 0
-
-
-def test_a_function_that_is_refused_has_no_time() -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("no\nmore")
-
-    with pytest.raises(ValueError, match="no"):
-        bench_context.measure(jax, refuse)
-    assert bench_context.measure(jax, lambda x: x, jax.numpy.ones(3)) > 0
-
-
-def test_a_machine_with_fewer_gpus_is_one_sentence() -> None:
-    bench_context.expect_gpus(jax, 0)
-    with pytest.raises(SystemExit, match="measures 99 GPUs, and JAX sees"):
-        bench_context.expect_gpus(jax, 99)

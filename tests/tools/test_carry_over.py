@@ -192,17 +192,6 @@ def test_a_run_of_what_changed_completes_the_record(
     assert [each["problems"] for each in after["reruns"]] == [2 * RUNS]
 
 
-def test_rows_of_two_tallies_have_the_larger_ratio() -> None:
-    def row(family: str, problems: int, worst: float) -> features.Json:
-        key = {"family": family, "feature": "dropout", "dtype": "f16", "direction": "forward"}
-        return {**key, "problems": problems, "worst": worst}
-
-    found = features.with_worst(
-        [row("sm90", 1, 0.5), row("sm80", 2, 0.2)], [row("decode", 3, 0.1), row("sm80", 4, 0.4)]
-    )
-    assert found == [row("sm90", 1, 0.5), row("sm80", 2, 0.4), row("decode", 3, 0.1)]
-
-
 def test_a_kernel_that_is_launched_no_more_leaves_the_record(root: Path, sources: dict[str, str]) -> None:
     before = read(root)
     sources["kernels"] = "edited"

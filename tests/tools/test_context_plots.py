@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from tools.bench import bench_context
 from tools.lab import context_plots
-from tools.lab.context_model import ALL_GATHER, BOTH, FORWARD, JAX, NCCL, RING, STRATEGIES, ULYSSES, Model
+from tools.lab.context_model import BOTH, FORWARD, JAX, NCCL, RING, ULYSSES, Model
 from tools.release import record
 
 ABOUT = {"gpu": "H200", "driver": "CUDA 13.0", "date": "2026-11-23T00:00:00+00:00", "commit": "0" * 40}
@@ -71,42 +68,6 @@ def test_the_table_of_the_page_is_the_model(
     assert rest == pytest.approx(merges, rel=0.07)
 
 
-def test_bytes_of_a_backward() -> None:
-    """Those of the tables of the page, with kv and qo bytes in a row; key heads are repeated for 32 GPUs."""
-    found, rows, kv, qo = of_rate(1024), 512, 2 * 2 * 8 * 128, 2 * 2 * 32 * 128
-    for strategy in (ALL_GATHER, RING):
-        assert found.received(strategy, BOTH, 1024, 2, JAX) == rows * kv * (1 + 3)
-    assert found.received(ULYSSES, BOTH, 1024, 2, NCCL) == rows / 2 * (qo + kv) * 3
-    assert found.received(ULYSSES, BOTH, 1024, 2, JAX) == rows / 2 * (qo + kv) * 2
-    assert found.received(ULYSSES, FORWARD, 1024, 32, JAX) == pytest.approx(31 / 32 * 32 * (qo + 4 * kv))
-    assert found.received(RING, FORWARD, 1024, 1, JAX) == 0
-
-
-def test_one_gpu_is_its_own_share_and_other_lengths_grow_by_the_square() -> None:
-    found = of_rate(1024)
-    assert [found.share(strategy, BOTH, 1024, 1, JAX) for strategy in STRATEGIES] == [1, 1, 1]
-    assert found.alone(BOTH, 4096) == pytest.approx(16 * found.alone(BOTH, 1024))
-
-
-def test_without_a_record_there_is_no_picture(tmp_path: Path) -> None:
-    assert context_plots.read(tmp_path) == {}
-    for found in ({}, {JAX: {**ABOUT, "rows": [row(JAX, "one GPU", 64, 1, 1.0, 2.0)]}}):
-        assert context_plots.pictures(found) == {}
-        assert context_plots.block(found) == context_plots.NOT_MEASURED
-
-
-def test_points_are_what_was_measured() -> None:
-    found = context_plots.points(made_up())
-    assert [(it.entry, it.strategy, it.tokens, it.gpus) for it in found] == [
-        (JAX, ALL_GATHER, 64, 2),
-        (JAX, RING, 64, 2),
-        (JAX, RING, 128, 2),
-        (NCCL, ULYSSES, 128, 2),
-    ]
-    assert found[0].milliseconds == {FORWARD: 0.8}
-    assert [it.share(FORWARD) for it in found] == pytest.approx([0.625, 0.8, 4 / 2 / 2.1, 4.2 / 2 / 2.4])
-
-
 def test_markers_are_measured_points_and_nothing_else() -> None:
     """For the longest sequence that was measured; the other column has no marker at all, and says so."""
     picture = context_plots.pictures(made_up())["context_parallel"]
@@ -155,47 +116,3 @@ def test_the_peers_of_the_run_are_beside_ours() -> None:
         assert line in text.splitlines()
     assert "Batch and heads" not in text
     assert "handler" not in text
-
-
-def test_batch_and_heads_and_both_handlers_are_shown() -> None:
-    found = made_up()
-    names = {
-        "one GPU": (1.0, 4.0),
-        "one GPU, cuDNN": (2.0, 8.0),
-        "batch, Auto": (0.5, 2.5),
-        "heads, cuDNN": (1.0, None),
-    }
-    rows = [row(JAX, name, 64, 1 if "one" in name else 2, *times) | {"batch": 4} for name, times in names.items()]
-    found["sharding"] = {**ABOUT, "rows": rows}
-    host = {"program": "forward", "gpus": 2, "busy_threads": 1, "cudnn_ms": None}
-    found["python handler"] = {**ABOUT, "host": [{**host, "ours_ms": 21.0}]}
-    assert "small program" not in context_plots.block(found)
-    found["native handler"] = {**ABOUT, "host": [{**host, "ours_ms": 0.25}]}
-    lines = context_plots.block(found).splitlines()
-    for line in (
-        "| 64 | 4 | 2 | batch, Auto | 0.5 (2.00) | 2.5 (1.60) |",
-        "| 64 | 4 | 2 | heads, cuDNN | 1 (2.00) | refused |",
-        "| forward, 2 GPUs, beside a busy thread | 21.000 | 0.250 | refused |",
-    ):
-        assert line in lines
-
-
-def test_the_record_and_the_memory_are_those_of_the_gpu(tmp_path: Path) -> None:
-    """The first name that is there; the assumed memory is that of the GPU which the record names."""
-    for name, speed in zip(reversed(context_plots.RESULTS), ("2.8", "4"), strict=True):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        gpu = "NVIDIA H100 80GB HBM3" if "h100" in name else "NVIDIA H200"
-        path.write_text(json.dumps({entry: {**part, "gpu": gpu} for entry, part in made_up().items()}))
-        text = context_plots.block(context_plots.read(tmp_path))
-        assert text.startswith(f"JAX: {gpu} (")
-        assert f"{speed} TB/s of memory (assumed)" in text
-
-
-def test_a_record_has_a_part_of_each_benchmark(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    found: dict[str, Any] = made_up()
-    for name, part in found.items():
-        record.put_part(path, name, {"rows": []})
-        record.put_part(path, name, part)
-    assert json.loads(path.read_text()) == found

@@ -249,11 +249,6 @@ def test_drawn_cases_have_every_input_family_dtype_and_few_queries() -> None:
         assert Case.parse(case.line) == case
 
 
-def test_a_case_is_drawn_alike_every_time() -> None:
-    assert random_cases.draw(7, 3) == random_cases.draw(7, 3)
-    assert len({case.line for case in TWENTY}) == len(TWENTY)
-
-
 def test_the_listing_has_both_families(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(random_cases, "cases", lambda numbers, runs: [HOPPER, GENERIC, DECODE, SPLIT_D])
     monkeypatch.setattr(sys, "argv", ["fuzz", "--list"])

@@ -148,37 +148,3 @@ def test_writing_keeps_the_digests_of_other_tests(tmp_path: Path, monkeypatch: p
     assert json.loads(path.read_text()) == passed | {"c": {"test": "3"}}
     finish(*machine_code.FOLDERS)
     assert json.loads(path.read_text()) == passed
-
-
-@pytest.mark.parametrize("when", ["setup", "call"])
-@pytest.mark.parametrize(
-    ("outcome", "is_same", "is_sent"),
-    [("passed", False, True), ("failed", False, False), ("skipped", False, False), ("skipped", True, True)],
-)
-def test_what_a_run_sends(when: str, outcome: str, is_same: bool, is_sent: bool) -> None:
-    """Digests of tests that passed, now or with this machine code."""
-    stash = pytest.Stash()
-    stash[machine_code._CALLED] = {"test": "1"}
-    if is_same:
-        stash[machine_code._IS_SAME] = True
-    report: Any = SimpleNamespace(user_properties=[], skipped=outcome == "skipped")
-    item: Any = SimpleNamespace(stash=stash)
-    call: Any = SimpleNamespace(when=when, excinfo=None if outcome == "passed" else "error")
-    making = machine_code.pytest_runtest_makereport(item, call)
-    next(making)
-    with pytest.raises(StopIteration):
-        making.send(report)
-    is_setup_alone = when == "setup" and outcome == "passed"
-    assert bool(report.user_properties) == (is_sent and not is_setup_alone)
-
-
-def test_new_digests_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    reporter: Any = SimpleNamespace(write_line=lines.append)
-    two = {"a": {"test": "1"}, "b": {"test": "2"}}
-    for passed, writes in (({}, False), (two, True), (two, False)):
-        monkeypatch.setattr(machine_code, "_passed", passed)
-        config: Any = SimpleNamespace(getoption=lambda name, writes=writes: writes)
-        machine_code.pytest_terminal_summary(reporter, config)
-    command = "python -m pytest tests/compile tests/emulation -n 2 --write-digests"
-    assert lines == [f"2 tests of machine code passed with new digests; {command}"]

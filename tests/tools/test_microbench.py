@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.plan import abi
 from cutlass_py_attn.runtime import driver
 from tests.support.fake_driver import FakeDriver
@@ -19,17 +17,6 @@ from tools.lab.microbench import cases
 from tools.release import record
 
 KERNELS = {micro.symbol: micro for micro in cases.all_cases()}
-
-
-def test_cases_cover_all_combinations() -> None:
-    names = [micro.name for micro in cases.all_cases()]
-    assert len(names) == len(set(names))
-    wgmma = {(m.columns, m.in_registers, m.beside) for m in cases.all_cases() if m.kind == "wgmma"}
-    assert len(wgmma) == 4 * 2 * 2
-    assert {(m.variant, m.blocks) for m in cases.all_cases() if m.kind == "red"} == {
-        ("v4", 1), ("v4", 0), ("bulk", 1), ("bulk", 0),
-    }  # fmt: skip
-    assert sum(micro.zeros for micro in cases.all_cases()) == 1, "the same kernel on zeros shows the cost of power"
 
 
 @pytest.mark.parametrize("micro", cases.all_cases(), ids=lambda micro: micro.name)
@@ -81,40 +68,3 @@ def test_measure_launches_every_case_and_prints_a_table(
     last = np.frombuffer(launches[-1].parameters[-24:], abi.numpy_struct(cases.FIELDS))[0]
     assert (last["rounds"], last["blocks"]) == (cases.all_cases()[-1].rounds, lines[-1]["blocks"])
     assert launches[-1].shared_memory == cases.all_cases()[-1].shared_memory_bytes
-
-
-def test_only_chooses_cases(
-    driver_log: FakeDriver, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(microbench, "words_at", lambda out, stream: [1000, 1000, 0])
-    assert run(monkeypatch, "--kernels", str(folder), "--only", "tanh") == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4
-
-
-def test_a_case_without_clocks_is_an_error(
-    driver_log: FakeDriver, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The fake driver's kernels write nothing."""
-    assert run(monkeypatch, "--kernels", str(folder)) == 1
-    assert "counted 0 clocks in 0 ns" in capsys.readouterr().err
-
-
-def test_kernels_of_other_sources_are_refused(folder: Path) -> None:
-    (folder / microbench.MANIFEST).write_text('{"sources": "other"}')
-    with pytest.raises(Stale, match="holds no kernels of these sources"):
-        next(microbench.measure(folder, "", 1))
-
-
-def test_another_gpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu: Any = type("Gpu", (), {"name": "B200", "compute_capability": (10, 0)})
-    monkeypatch.setattr(driver, "device", lambda ordinal: gpu)
-    with pytest.raises(Stale, match=r"compute capability 9\.0"):
-        next(microbench.measure(folder, "", 1))
-
-
-def test_options_without_effect_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "--build", "x", "--only", "tanh")
-    assert "--only and --record are for --kernels" in capsys.readouterr().err

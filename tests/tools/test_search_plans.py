@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
-from cutlass_py_attn.runtime import arrays, driver
+from cutlass_py_attn.runtime import arrays
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tools.release import build_ptx, check_verified, record
@@ -146,48 +146,6 @@ def test_build_keeps_every_tile_beside_the_others(folder: Path) -> None:
     assert shown[3:] == [f"  {SPILLED}          {SPILLED} spills", "  tiles that do not fit: 1; search.json says why"]
 
 
-def test_what_ptxas_objects_to_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cutlass_py_attn.compilation import compiler
-
-    def refuse(build: Build) -> Artifact:
-        remark = "ptxas remark, none allowed: - Remark: 'ptxas info    : (C7512) wgmma is serialized"
-        spills = f"{build.symbol}_0: spills = 8 bytes a thread: 0 allowed"
-        raise CompileError(f"{build.symbol} for sm_90a breaks its plan:\n{spills}\n{remark}")
-
-    monkeypatch.setattr(compiler, "artifact_for", refuse)
-    build = planner.builds(problem_of(SMALL), "sm_90a")[0]
-    assert search_plans._attempt(build) == "spills = 8 bytes a thread: 0 allowed; (C7512) wgmma is serialized"
-
-
-def test_the_same_machine_code_is_timed_once() -> None:
-    found = plan_space.candidates(
-        problem_of(SMALL), "sm80", "sm_90", [TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 4, 1, 1, 3)]
-    )
-    found = [one for one in found if one.build.symbol == found[-1].build.symbol]
-    assert len(found) > 1
-    made = {one.build: artifact(one.build, "same") for one in found if not one.objections}
-    listed = list(search_plans._listed(found, made))
-    assert listed[0]["objection"] == ""
-    assert {entry["objection"] for entry in listed[1:]} == {f"the machine code of {found[0].name}"}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--build", "x", "--family", "sm80"), "--family sm80 needs --case"),
-        (("--build", "x", "--case", SMALL, "--rounds", "3"), "--rounds cannot be given here"),
-        (("--kernels", "x", "--direction", "forward"), "--direction cannot be given here"),
-        (("--case", SMALL), "one of the arguments --build --kernels is required"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(
-    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(monkeypatch, *options)
-    assert said in capsys.readouterr().err
-
-
 # Measuring
 
 
@@ -249,49 +207,6 @@ def test_a_wrong_result_is_listed_and_not_timed(
     assert f"  {OTHER}          wrong: grad_query is " in capsys.readouterr().out
 
 
-def test_what_is_never_written_is_wrong(
-    graphs: FakeDriver, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The fake driver's kernels write nothing, so that NaN is found where it was put."""
-    assert run(monkeypatch, "--kernels", str(folder)) == 1
-    said = "wrong: grad_query, grad_key, grad_value has elements that are no numbers"
-    assert capsys.readouterr().out.count(said) == 2
-
-
-def test_a_fault_names_the_candidate(
-    graphs: FakeDriver,
-    folder: Path,
-    results: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Faulty:
-        workspace_bytes, tensor_names = 0, ()
-
-        def __call__(self, *arguments: Any, **options: Any) -> None:
-            raise DriverError("an illegal instruction")
-
-    real = plan_timing.bind
-
-    def bind(made: Artifact, *arguments: Any) -> Any:
-        return Faulty() if made.build.query_stages == 2 else real(made, *arguments)
-
-    monkeypatch.setattr(plan_timing, "bind", bind)
-    assert run(monkeypatch, "--kernels", str(folder)) == 1
-    assert capsys.readouterr().err == f"candidate {OTHER}: an illegal instruction; leave it out with --tiles\n"
-
-
-def test_tiles_chooses_what_is_timed_beside_the_row(
-    graphs: FakeDriver,
-    folder: Path,
-    results: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(monkeypatch, "--kernels", str(folder), "--tiles", SPILLED) == 0
-    assert f"  {OTHER}          not asked for" in capsys.readouterr().out
-
-
 def test_kernels_of_other_sources_are_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = folder / search_plans.LISTING
     path.write_text(path.read_text().replace(record.sources_digest(ROOT), "other"))
@@ -299,30 +214,6 @@ def test_kernels_of_other_sources_are_refused(folder: Path, tmp_path_factory: py
         search_plans.measure(folder, 3, None, ())
     with pytest.raises(Stale, match="missing; fill the folder with"):
         search_plans.measure(tmp_path_factory.mktemp("empty"), 3, None, ())
-
-
-def test_two_heads_are_read(driver_log: FakeDriver) -> None:
-    every, one, third = slice(None), slice(0, 1), slice(2, 3)
-    for shape, first, last in (
-        ((2, 5, 3, 4), (0, every, one), (1, every, third)),
-        ((2, 3, 32), (0, one), (1, third)),
-        ((1, 5, 1, 4), (0, every, one), (0, every, one)),
-    ):
-        array = arrays.DeviceArray(shape, "float32", 0, 0)
-        values = np.arange(array.nbytes // 4, dtype=np.float32).reshape(shape)
-        driver.copy_to_device(array.pointer, values.ctypes.data, array.nbytes, 0)
-        expected = np.stack([values[first], values[last]])
-        found = plan_timing.read(array, 0)
-        assert found.shape == expected.shape
-        assert (found == expected).all()
-
-
-def test_rounds_are_interleaved(driver_log: FakeDriver) -> None:
-    ran: list[str] = []
-    replays = {name: (lambda name=name: ran.append(name)) for name in "abc"}
-    found = plan_timing.in_rounds(replays, 0, 2)
-    assert ran == ["a", "b", "c"] * 4, "two rounds warm up"
-    assert [timing.median_ms for timing in found.values()] == [1.25] * 3
 
 
 def test_disagreement_allows_rounding_alone() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.api import attention, call_cache
-from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.runtime import arrays, binding, driver, fill, frameworks, lifetimes, output_checks, params
+from cutlass_py_attn.runtime import driver, frameworks, lifetimes, output_checks, params
 from tests.support import simulated_kernels
 from tests.support.fake_driver import FakeDriver
 from tests.support.simulated_host import SimulatedHost, clear_caches
@@ -46,50 +44,6 @@ def waits_for_no_producer(patch: Patch) -> None:
     patch.setattr(driver, "order_streams", lambda producer, consumer: None)
 
 
-def clears_on_the_default_stream(patch: Patch) -> None:
-    """The workspace and rows of no sequence are cleared on the legacy default stream."""
-    clear = driver.memset_zero
-    patch.setattr(driver, "memset_zero", lambda address, size, stream: clear(address, size, 0))
-
-
-def frees_on_the_default_stream(patch: Patch) -> None:
-    """The workspace is freed on the legacy default stream."""
-    free = driver.free
-    patch.setattr(driver, "free", lambda address, stream: free(address, 0))
-
-
-def shares_a_workspace(patch: Patch) -> None:
-    """All calls of a Bound use one workspace, on any stream."""
-    workspaces: dict[int, arrays.DeviceArray] = {}
-    end = SimulatedHost.end
-
-    def launch(self: binding.Bound, pointers: Mapping[str, int], stream: int) -> None:
-        with self.device.current():
-            if id(self) not in workspaces:
-                workspaces[id(self)] = arrays.DeviceArray((self.workspace_bytes // 4,), "float32", 0, 0)
-            self(pointers, stream, workspace=workspaces[id(self)].pointer)
-
-    def cleared(host: SimulatedHost) -> list[str]:
-        workspaces.clear()
-        return end(host)
-
-    patch.setattr(binding.Bound, "_launch_with_pool", launch)
-    patch.setattr(SimulatedHost, "end", cleared)
-
-
-def ignores_out(patch: Patch) -> None:
-    """A result is written to a new array, and the caller's is returned."""
-    use = arrays.OutputArrays.use
-
-    def ignored(self: arrays.OutputArrays, name: str, array: arrays.Array) -> int:
-        use(self, name, array)
-        address = self.allocate(name, array.shape, array.dtype)
-        self._own, self._outputs[name] = self._outputs[name], array.source  # type: ignore[attr-defined]
-        return address
-
-    patch.setattr(arrays.OutputArrays, "use", ignored)
-
-
 def caches_without_strides(patch: Patch) -> None:
     """The key of the call cache has no strides."""
 
@@ -100,21 +54,6 @@ def caches_without_strides(patch: Patch) -> None:
         patch.setattr(kind, "layout_key", key)
 
 
-def caches_without_stream(patch: Patch) -> None:
-    """A cached call is launched on the default stream."""
-    call = call_cache.CachedCall.__call__
-
-    def launched(self: call_cache.CachedCall, operands: Any, stream: object) -> Any:
-        bound = self._bound
-        self._bound = lambda pointers, current: bound(pointers, 0)  # type: ignore[assignment]
-        try:
-            return call(self, operands, stream)
-        finally:
-            self._bound = bound
-
-    patch.setattr(call_cache.CachedCall, "__call__", launched)
-
-
 def keeps_old_addresses(patch: Patch) -> None:
     """Later launches with the same workspace have the addresses of the first."""
     write = params.KernelParams.write
@@ -123,41 +62,9 @@ def keeps_old_addresses(patch: Patch) -> None:
     )
 
 
-def clears_no_ragged_rows(patch: Patch) -> None:
-    """Rows that belong to no sequence are not cleared."""
-    patch.setattr(fill, "fill", lambda *_: None)
-
-
 def accepts_overlapping_results(patch: Patch) -> None:
     """A call that must be refused is launched."""
     patch.setattr(output_checks, "reasons", lambda *_: [])
-
-
-def leaves_an_event(patch: Patch) -> None:
-    """A refused call leaves an event."""
-    read = arrays.read_operands
-
-    def refused(operands: Mapping[str, Any], stream: int) -> Any:
-        event = driver.record_event(stream)
-        found = read(operands, stream)
-        driver.destroy_event(event)
-        return found
-
-    patch.setattr(arrays, "read_operands", refused)
-
-
-def leaves_the_context(patch: Patch) -> None:
-    """A refused call leaves another context current."""
-    prepare = attention.prepare
-
-    def refused(*arguments: Any) -> Any:
-        try:
-            return prepare(*arguments)
-        except NotSupported:
-            driver.call("cuCtxSetCurrent", driver.device(1).context)
-            raise
-
-    patch.setattr(attention, "prepare", refused)
 
 
 def writes_ahead_of_the_result(patch: Patch) -> None:
@@ -176,17 +83,9 @@ def writes_ahead_of_the_result(patch: Patch) -> None:
 FAULTS: dict[Callable[[Patch], None], int] = {
     keeps_nothing: 2,
     waits_for_no_producer: 3,
-    clears_on_the_default_stream: 6,
-    frees_on_the_default_stream: 1,
-    shares_a_workspace: 2,
-    ignores_out: 3,
     caches_without_strides: 1,
-    caches_without_stream: 3,
     keeps_old_addresses: 3,
-    clears_no_ragged_rows: 3,
     accepts_overlapping_results: 5,
-    leaves_an_event: 3,
-    leaves_the_context: 4,
     writes_ahead_of_the_result: 3,
 }
 
@@ -226,32 +125,6 @@ def test_the_runner_writes_a_record(tmp_path: Path, monkeypatch: Patch, capsys: 
     assert {name: line[name] for name in ("count", "wrong", "seed", "results", "steps")} == {
         "count": 2000, "wrong": 0, "seed": 3, "results": 9000, "steps": {"forward": 7},
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("count", "failures"), [(1999, []), (2000, ["seed 10001: other bits"])])
-def test_the_runner_fails(
-    count: int, failures: list[str], monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """If sequences are wrong, or fewer ran than were asked for."""
-    monkeypatch.setattr(sequences, "run_all", lambda *_: sequences.Outcome(count, failures=failures))
-    assert sequences.main(["--simulated"]) == 1
-    assert all(failure in capsys.readouterr().out for failure in failures)
-
-
-@pytest.mark.parametrize("arguments", [[], ["--simulated", "--kernels", "folder"]])
-def test_the_runner_needs_one_host(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        sequences.main(arguments)
-    assert "--build, --kernels or --simulated is needed" in capsys.readouterr().err
-
-
-def test_a_chunk_that_fails_is_one_wrong_sequence(machine: type[SequenceMachine], monkeypatch: Patch) -> None:
-    waits_for_no_producer(monkeypatch)
-    monkeypatch.setattr(sequences, "_host", machine.host)
-    outcome = sequences.outcome_of(None, FAULTS[waits_for_no_producer], MOST)
-    (failure,) = outcome.failures
-    assert failure.startswith("seed 3: ")
-    assert "state.start(" in failure, "the steps of the sequence"
 
 
 # The table of docs/testing.md

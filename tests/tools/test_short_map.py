@@ -10,15 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bench import cases, peers
-from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import parse
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
 from tools.lab import short_map, short_map_plots
-from tools.release import build_ptx, record
+from tools.release import record
 
 NAMES = ("bf16_d64_s64_b1_h4_full", "bf16_d64_s197_b8_h4_causal")
 VERSIONS = {"cudnn": "cuDNN 9.19.0 of torch 2.11.0", "fa4": "FlashAttention-4 4.0.0"}
@@ -65,37 +62,7 @@ def test_a_run_writes_points_with_the_time_of_one_call(
     assert " 2.00  d64 s64 b1 h4 full" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("two_cases")
-def test_a_case_that_fails_is_left_out(
-    graphs: FakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def kernels(build: Build) -> Artifact:
-        if "causal" in build.symbol:
-            raise DriverError("broken")
-        return artifact(build)
-
-    monkeypatch.setattr(short_map, "default_kernels", lambda: kernels)
-    assert short_map.main([]) == 1
-    printed = capsys.readouterr()
-    assert printed.err == f"{NAMES[1]}: broken\n"
-    assert "causal" not in printed.out
-
-
-@pytest.mark.usefixtures("two_cases")
-def test_what_it_builds_is_enough(graphs: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build_ptx, "compile_all", lambda needed, fresh: [artifact(first) for first, *_ in needed])
-    assert short_map.main(["--build", str(tmp_path)]) == 0
-    assert len(list(tmp_path.glob("sm_90*/*.json"))) == 4
-    assert short_map.main(["--kernels", str(tmp_path)]) == 0
-
-
 # Pictures
-
-
-def test_without_a_record_there_are_no_pictures(tmp_path: Path) -> None:
-    assert short_map_plots.read(tmp_path) == {}
-    assert short_map_plots.pictures({}) == {}
-    assert short_map_plots.block({}) == short_map_plots.NOT_MEASURED
 
 
 def test_a_picture_shows_every_point() -> None:

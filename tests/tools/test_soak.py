@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import signal
 import time
@@ -15,13 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tools.lab.race import soak, soak_table
-from tools.lab.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, MIB, Sample, memory_of, resident_mib
+from tools.lab.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, MIB, Sample, memory_of
 from tools.release import record
 
 
@@ -51,38 +48,6 @@ def test_memory_that_grows(name: str) -> None:
     assert objection.startswith(f"{name} memory grew by 7")
     assert "after a warm-up of 300 s: must be 64.0 MiB or less" in objection
     assert memory_of(series(180, **{name: 0.04}), is_shared=False).is_steady
-
-
-def test_used_memory_of_a_shared_gpu_says_nothing() -> None:
-    samples = series(180, device=5.0)
-    assert not memory_of(samples, is_shared=False).is_steady
-    memory = memory_of(samples, is_shared=True)
-    assert memory.is_steady
-    assert set(memory.bounds) == set(memory.growth) == {"arrays", "pool", "host"}
-    assert not memory_of(series(180, device=5.0, arrays=0.07), is_shared=True).is_steady
-
-
-def test_the_warm_up_lasts_until_every_problem_was_called() -> None:
-    samples = series(180, warm=600)
-    assert not memory_of(samples, is_shared=False).is_steady
-    memory = memory_of(samples, is_shared=False, prepared=600)
-    assert memory.is_steady
-    assert memory.warm_up_seconds == 600
-
-
-def test_too_few_samples_are_no_proof() -> None:
-    for samples in ([], series(LEAST_SAMPLES - 1)):
-        (objection,) = memory_of(samples, is_shared=False).objections
-        assert "must be 8 or more" in objection
-
-
-def test_resident_memory() -> None:
-    """Of new pages: an allocator may reuse those that the process has already."""
-    with mmap.mmap(-1, 64 << 20) as pages:
-        before = resident_mib()
-        for first in range(0, len(pages), mmap.PAGESIZE):
-            pages[first] = 1
-        assert 60 < resident_mib() - before < 70
 
 
 @dataclass
@@ -154,52 +119,6 @@ def test_other_bits_end_the_run(clock: Clock, driver_log: FakeDriver) -> None:
     assert outcome.ended_by == "a failure"
     assert outcome.progress.failures[0] == "job: AssertionError: output: other bits than the first call"
     assert outcome.seconds < 20
-
-
-def test_a_driver_that_fails_at_a_sample_ends_the_run_with_a_record(clock: Clock, driver_log: FakeDriver) -> None:
-    def broken(start: float, calls: int, arrays: int) -> Sample:
-        raise DriverError("cuMemGetInfo(): CUDA_ERROR_ILLEGAL_ADDRESS")
-
-    outcome = soak.soak([FakeJob()], 30, 2, interval=0.005, sample=broken)
-    assert outcome.ended_by == "a failure"
-    failure = outcome.progress.failures[0]
-    assert failure == "sample of the memory: DriverError: cuMemGetInfo(): CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert not outcome.has_passed
-    assert outcome.seconds < 20
-
-
-def test_sums_in_any_order_are_compared_with_float64(clock: Clock, driver_log: FakeDriver) -> None:
-    assert clock.run(FakeJob(wrong_from=5, may_differ={"output"})).has_passed
-    outcome = clock.run(FakeJob(ratio=1.5))
-    assert "error / allowed {'output': 1.5}" in outcome.progress.failures[0]
-
-
-@dataclass
-class KeepingJob(FakeJob):
-    """Keeps a MiB of each call."""
-
-    kept: list[int] = field(default_factory=list)
-
-    def run(self, stream: int) -> Iterator[soak.Results]:
-        self.kept.append(driver.allocate_now(MIB, "an array"))
-        yield from super().run(stream)
-
-
-def test_arrays_that_stay_on_the_gpu_fail(clock: Clock, driver_log: FakeDriver) -> None:
-    job = KeepingJob()
-    outcome = clock.run(job, threads=1)
-    assert outcome.progress.failures == [f"{len(job.kept)} MiB of arrays are left on the GPU"]
-    assert outcome.samples[-1].arrays > outcome.samples[0].arrays
-    assert not outcome.has_passed
-    for address in job.kept:
-        driver.free_now(address)
-
-
-def test_a_run_that_ends_before_every_problem_was_called_fails(clock: Clock, driver_log: FakeDriver) -> None:
-    clock.least_calls = 1
-    slow = [FakeJob(f"job {number}") for number in range(10_000)]
-    outcome = clock.run(*slow, seconds=10, threads=1)
-    assert outcome.progress.failures == ["the run ended before every problem was called"]
 
 
 def test_sigterm_ends_the_run_early(clock: Clock, driver_log: FakeDriver) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.compilation import cubin
-from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.plan.build import Build, build_from
 from tests.support.ptx_threads import Array, Threads
 from tools.lab.race import stress_builds
@@ -105,14 +102,6 @@ def test_no_wait_or_signal_of_a_shown_kernel_is_overlooked() -> None:
     assert overlooked == {"fence.mbarrier_init.release.cluster;", "griddepcontrol.wait;"}
 
 
-def test_roles_of_the_sm90_family_are_all_its_warps() -> None:
-    forward, backward = roles(build_of(FORWARD)), roles(build_of(BACKWARD))
-    assert list(backward) == ["load", "grad_query", "products_0", "products_1"]
-    assert list(forward) == ["load", "products_0", "products_1", "products_2"]
-    for build, found in ((build_of(FORWARD), forward), (build_of(BACKWARD), backward)):
-        assert [warp for warps in found.values() for warp in warps] == list(range(build.warps))
-
-
 class Sleepers(Threads):
     """Threads that note how long each of them sleeps."""
 
@@ -182,26 +171,3 @@ def test_builds_differ_in_the_entries_that_are_late(assembler: Path) -> None:
         assert changed == set(delay.entries)
     assert codes["O1"] != before
     assert all(artifact.build == plain.build and artifact.cubin != plain.cubin for artifact in made.values())
-
-
-def test_another_compilers_machine_code_is_refused(assembler: Path) -> None:
-    with pytest.raises(CompileError, match=r"other machine code.*\.\[stress\]"):
-        next(stress_builds.variants(replace(assembled(COMPONENT_GEMM), cubin=str(assembler).encode())))
-
-
-def test_what_ptxas_says_of_bad_ptx_is_told(assembler: Path) -> None:
-    plain = assembled(COMPONENT_GEMM)
-    with pytest.raises(CompileError, match=r"ptxas -O3: .*frobnicate"):
-        stress_builds.assemble(plain.ptx.replace("ret;", "frobnicate;", 1), plain)
-    assert assembler.name == "ptxas"
-
-
-def test_a_missing_ptxas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cuda.pathfinder
-
-    def nothing(name: str) -> Any:
-        assert name == "ptxas"
-
-    monkeypatch.setattr(cuda.pathfinder, "find_nvidia_binary_utility", nothing)
-    with pytest.raises(CompileError, match=r"ptxas is not installed: pip install"):
-        stress_builds.ptxas()

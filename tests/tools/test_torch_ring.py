@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn import distributed
-from tools.bench.torch_ring import Exchange, Flash, Ring, merge, tiles
+from tools.bench.torch_ring import Exchange, Flash, Ring, tiles
 
 HEADS, HEADS_KEY, HEAD_DIM = 4, 2, 8
 
@@ -118,14 +118,6 @@ def test_ranks_have_the_results_of_one(size: int) -> None:
         for array, wanted in zip(found, expected, strict=True):
             own = torch.cat([wanted[:, part] for part in parts], 1)
             torch.testing.assert_close(array, own, rtol=1e-5, atol=1e-5)
-
-
-def test_parts_are_merged_in_place() -> None:
-    torch = pytest.importorskip("torch")
-    total, logsumexp = torch.tensor([[[[1.0], [3.0]]]]), torch.tensor([[[0.0, 2.0]]])
-    merge(torch, total[:, :, 1:], logsumexp[:, :, 1:], torch.tensor([[[[7.0]]]]), torch.tensor([[[2.0]]]))
-    assert total.flatten().tolist() == [1.0, 5.0]
-    assert logsumexp.flatten().tolist() == pytest.approx([0.0, 2.0 + np.log(2)])
 
 
 def test_the_operators_take_what_the_ring_gives() -> None:
