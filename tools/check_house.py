@@ -3,57 +3,12 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeGuard
-
-
-class Private(NamedTuple):
-    """A phrase that only this project's older texts use.
-
-    pattern: a regular expression, in which a space matches any white space. instead: the field's word.
-    folder: the only folder to which the rule applies, where the phrase has another meaning elsewhere; "" for all.
-    """
-
-    pattern: str
-    instead: str
-    folder: str = ""
-
-
-# Only phrases that are wrong wherever they occur. "lane" is CUDA's word for a thread of a warp: the kernels keep it.
-PRIVATE: Final = (
-    Private(r"rooms|(?:a|each|every|one|that|the|this) room(?! (?:for|to|in|left)\b)", "component GEMM"),
-    Private(r"guests?", "framework, array library"),
-    Private(r"lanes?", "launcher", "cutlass_py_attn/runtime/"),
-    Private(r"lanes?", "launcher", "cutlass_py_attn/api/"),
-    Private(r"stand-ins?", "fake (a fake driver), placeholder"),
-    Private(r"whose turn", "the next worker in the order of the semaphore"),
-    Private(r"who shares", "the consumers of the pipeline"),
-    Private(r"behind each other", "one after another, concatenated (packed sequences)"),
-    Private(r"recalled", "cached"),
-    Private(r"remembered calls?", "call cache"),
-    Private(r"streamed heads?", "split-D: a head dim split over thread blocks"),
-    Private(r"wide backwards?", "2-CTA backward"),
-    Private(r"whole heads", "one block per head"),
-    Private(r"turned (?:scores|products?)", "transposed scores, swap_ab"),
-    Private(r"kept bits|bits ahead", "dropout mask bits"),
-    Private(r"generic family", "sm80 kernels"),
-    Private(r"hopper family", "sm90 kernels"),
-    Private(r"judges?|judged|verdicts?", "accuracy check, result"),
-    Private(r"the namesakes?|its namesakes?|namesake's", "the PyTorch operator"),
-    Private(r"house check|check of the house", "lint"),
-)
-WORDS: Final = tuple(
-    (re.compile(rf"(?<![\w`./-])(?:{word.pattern})(?![\w`/-])".replace(" ", r"\s+"), re.IGNORECASE), word)
-    for word in PRIVATE
-)
-# The changelog's tables of renames spell the old words.
-SPELLS_OLD_WORDS: Final = {"CHANGELOG.md"}
+from typing import Final, TypeGuard
 
 PYTHON_FOLDERS: Final = ("cutlass_py_attn", "tools", "tests", "examples")
 TEXT_SUFFIXES: Final = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".ptx", ".sh", ".cfg", ".txt", ""}
@@ -63,7 +18,6 @@ KERNEL_DECORATORS: Final = {"cute.kernel", "cute.jit"}
 MACHINE_PATH: Final = re.compile(rf"(?<![\w.~-])/({'|'.join(('work', 'home'))})/")
 
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
-DOCUMENTED: Final = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,35 +60,6 @@ def pipeline_states(source: Source) -> Iterator[Finding]:
                 yield Finding(source.name, assigned.lineno, "second name of a pipeline state", name, "one")
 
 
-def private_words(source: Source) -> Iterator[Finding]:
-    """Comments and docstrings use the field's words."""
-    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type == tokenize.COMMENT:
-            yield from words_in(token.string, source.name, token.start[0])
-    for node in ast.walk(source.tree):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            docstring = node.body[0]
-            text = "\n".join(source.text.splitlines()[docstring.lineno - 1 : docstring.end_lineno])
-            yield from words_in(text, source.name, docstring.lineno)
-
-
-def private_words_in_pages(root: Path) -> Iterator[Finding]:
-    """Markdown pages use the field's words."""
-    for path in _text_files(root):
-        name = _relative(path, root)
-        if path.suffix == ".md" and name not in SPELLS_OLD_WORDS:
-            yield from words_in(path.read_text(), name, 1)
-
-
-def words_in(text: str, file: str, line: int) -> Iterator[Finding]:
-    """A finding for each private phrase of a text whose first line is `line` of `file`."""
-    for pattern, word in WORDS:
-        if file.startswith(word.folder):
-            for match in pattern.finditer(text):
-                found = repr(" ".join(match[0].split()))
-                yield Finding(file, line + text.count("\n", 0, match.start()), "private word", found, word.instead)
-
-
 def machine_paths(root: Path) -> Iterator[Finding]:
     """No text file names a path of the machine on which it was written."""
     for path in _text_files(root):
@@ -158,8 +83,7 @@ def test_command(root: Path) -> Iterator[Finding]:
                 yield Finding("README.md", number, "test command", repr(part), "a line of .ci/run")
 
 
-SOURCE_RULES: Final = (pipeline_states, private_words)
-TREE_RULES: Final = (private_words_in_pages, machine_paths, test_command)
+TREE_RULES: Final = (machine_paths, test_command)
 
 
 def check(root: Path) -> list[Finding]:
@@ -169,7 +93,7 @@ def check(root: Path) -> list[Finding]:
         for path in sorted((root / folder).rglob("*.py")):
             text = path.read_text()
             source = Source(_relative(path, root), text, ast.parse(text, str(path)))
-            findings += [finding for rule in SOURCE_RULES for finding in rule(source)]
+            findings += pipeline_states(source)
     findings += [finding for tree_rule in TREE_RULES for finding in tree_rule(root)]
     return sorted(findings, key=lambda finding: (finding.file, finding.line))
 
