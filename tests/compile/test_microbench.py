@@ -10,8 +10,8 @@ pytest.importorskip("cutlass")
 
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.launch import abi
-from tools.bench.microbench import cases
-from tools.bench.microbench.compiling import compiled
+from tools.lab.microbench import cases
+from tools.lab.microbench.compiling import compiled
 
 KERNELS = {micro.symbol: micro for micro in cases.all_cases()}
 WGMMA = r"wgmma\.mma_async\.sync\.aligned\.m64n{n}k16"

@@ -212,7 +212,7 @@ def test_without_a_gpu_one_skip_stands_for_all() -> None:
 def test_the_gpu_machine_needs_no_compiler() -> None:
     """verify_gpu, fuzz, sanitize, stress and the tests on a GPU do not import the DSL."""
     modules = (
-        *("tools.release.verify_gpu", "tools.release.fuzz", "tools.race.sanitize", "tools.race.stress"),
+        *("tools.release.verify_gpu", "tools.release.fuzz", "tools.lab.race.sanitize", "tools.lab.race.stress"),
         *("tests.cases.suite", "tests.gpu.test_matrix_xformers", "tests.gpu.test_torch_ops"),
     )
     code = f"import sys, {', '.join(modules)}; assert 'cutlass' not in sys.modules"

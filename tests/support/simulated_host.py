@@ -1,4 +1,4 @@
-"""Simulated host: the machine of tools/race/sequence_machine.py on a simulated GPU, torch and CuPy."""
+"""Simulated host: the machine of tools/lab/race/sequence_machine.py on a simulated GPU, torch and CuPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.fake_libraries import Stream
 from tests.support.simulated_gpu import Catalogue, SimulatedGpu
 from tests.support.simulated_libraries import Libraries, Storage, Tensor, ndarray
-from tools.race.sequence_hosts import CUPY, DEVICE, FOREIGN, NUMPY, STREAMS, TORCH, Host, Work
+from tools.lab.race.sequence_hosts import CUPY, DEVICE, FOREIGN, NUMPY, STREAMS, TORCH, Host, Work
 
 CONTEXT = 0xC0  # of the fake driver's first GPU
 

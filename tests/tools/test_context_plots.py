@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tools.bench import bench_context
-from tools.docs import context_plots
-from tools.docs.context_model import ALL_GATHER, BOTH, FORWARD, JAX, NCCL, RING, STRATEGIES, ULYSSES, Model
+from tools.lab import context_plots
+from tools.lab.context_model import ALL_GATHER, BOTH, FORWARD, JAX, NCCL, RING, STRATEGIES, ULYSSES, Model
 from tools.release import record
 
 ABOUT = {"gpu": "H200", "driver": "CUDA 13.0", "date": "2026-11-23T00:00:00+00:00", "commit": "0" * 40}

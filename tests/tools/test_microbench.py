@@ -14,8 +14,8 @@ from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.runtime import driver
 from tests.support.fake_driver import FakeDriver
-from tools.bench.microbench import __main__ as microbench
-from tools.bench.microbench import cases
+from tools.lab.microbench import __main__ as microbench
+from tools.lab.microbench import cases
 from tools.release import record
 
 KERNELS = {micro.symbol: micro for micro in cases.all_cases()}

@@ -20,7 +20,7 @@ from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fake_launch, fakes
 from tests.support.fake_driver import FakeDriver
-from tools.mutation import kernel_faults, mutate, operators, tables, tree
+from tools.lab.mutation import kernel_faults, mutate, operators, tables, tree
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = '''"""Sample."""
@@ -104,7 +104,7 @@ def test_the_tests_of_a_mutant_are_those_of_its_statement_the_fastest_first(tmp_
 
 
 def test_drawing_is_by_the_seed_and_takes_every_file() -> None:
-    files = ("tools/mutation/tree.py", "tools/mutation/tables.py")
+    files = ("tools/lab/mutation/tree.py", "tools/lab/mutation/tables.py")
     drawn = [mutate.drawn(ROOT, 20, seed, files) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert {each.file for each in drawn[0]} == set(files)
@@ -229,7 +229,7 @@ def test_tables_show_survivors_and_faults(tmp_path: Path) -> None:
     fault = {"name": "sign", "file": "cutlass_py_attn/kernels/y.py", "shown_by": ["sm80", "forward f16"]}
     fault |= {"unchanged": {"output": 0.25}, "faulty": {"output": "infinity"}, "is_caught": True}
     faults = {"gpu": "H200", "date": "2026-01-01", "commit": "0" * 40, "faults": [fault]}
-    (tmp_path / "tools/mutation/results").mkdir(parents=True)
+    (tmp_path / "tools/lab/mutation/results").mkdir(parents=True)
     (tmp_path / tables.MUTANTS).write_text(json.dumps(record))
     (tmp_path / tables.KERNEL_FAULTS).write_text(json.dumps(faults))
     (tmp_path / tables.SURVIVORS).write_text('a = "Both give the same."')
@@ -253,13 +253,13 @@ def test_the_map_keeps_the_tests_of_files_that_did_not_change() -> None:
 
 
 def test_a_copy_of_the_tree_has_the_files_of_the_checkout(tmp_path: Path) -> None:
-    tree.copy_tree(tmp_path, "tools/mutation")
+    tree.copy_tree(tmp_path, "tools/lab/mutation")
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py")}
-    assert {"tools/mutation/tree.py", "tools/mutation/operators.py"} <= copied
-    changed = tmp_path / "tools/mutation/tree.py"
+    assert {"tools/lab/mutation/tree.py", "tools/lab/mutation/operators.py"} <= copied
+    changed = tmp_path / "tools/lab/mutation/tree.py"
     changed.write_text("changed")
-    tree.copy_tree(tmp_path, "tools/mutation")
-    assert changed.read_bytes() == (ROOT / "tools/mutation/tree.py").read_bytes()
+    tree.copy_tree(tmp_path, "tools/lab/mutation")
+    assert changed.read_bytes() == (ROOT / "tools/lab/mutation/tree.py").read_bytes()
 
 
 def test_a_fault_without_its_kernel_is_no_fault_that_was_caught(driver_log: FakeDriver, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tests.support.ptx_threads import Array
-from tools.race import sanitize, stress_run
+from tools.lab.race import sanitize, stress_run
 from tools.release import record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +102,7 @@ class Played:
 def run(
     driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, list[str]]]:
-    """Exit code and lines of tools/race/sanitize.py on three cases: the second is not written, the third fails."""
+    """Exit code and lines of tools/lab/race/sanitize.py on three cases: the second is not written, the third fails."""
 
     def fail() -> dict[str, Array]:
         raise DriverError("cuStreamSynchronize(0): CUDA_ERROR_LAUNCH_FAILED")

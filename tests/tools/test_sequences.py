@@ -17,8 +17,8 @@ from tests.support import simulated_kernels
 from tests.support.fake_driver import FakeDriver
 from tests.support.simulated_host import SimulatedHost, clear_caches
 from tools.docs import attempts
-from tools.race import sequence_machine, sequences
-from tools.race.sequence_machine import SequenceMachine
+from tools.lab.race import sequence_machine, sequences
+from tools.lab.race.sequence_machine import SequenceMachine
 
 Patch = pytest.MonkeyPatch
 MOST = 20  # sequences until a seeded fault shows

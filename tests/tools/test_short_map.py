@@ -17,8 +17,8 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.spec import parse
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tools.bench import peers, short_map
-from tools.docs import short_map_plots
+from tools.bench import peers
+from tools.lab import short_map, short_map_plots
 from tools.release import build_ptx, record
 
 NAMES = ("bf16_d64_s64_b1_h4_full", "bf16_d64_s197_b8_h4_causal")

@@ -20,8 +20,8 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
-from tools.race import soak, soak_table
-from tools.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, MIB, Sample, memory_of, resident_mib
+from tools.lab.race import soak, soak_table
+from tools.lab.race.soak_samples import BOUNDS_MIB, LEAST_SAMPLES, MIB, Sample, memory_of, resident_mib
 from tools.release import record
 
 

@@ -29,7 +29,7 @@ from cutlass_py_attn.testing.cases import Case
 from tests.support import fakes
 from tests.support.fake_driver import FakeDriver
 from tests.support.ptx_threads import Array, Threads
-from tools.race import stress, stress_kernels, stress_run
+from tools.lab.race import stress, stress_kernels, stress_run
 from tools.release import check_verified, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -424,7 +424,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Build
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    """Exit code of tools/race/stress.py."""
+    """Exit code of tools/lab/race/stress.py."""
     monkeypatch.setattr(stress_kernels, "PTX", DISTURBERS)
     monkeypatch.setattr(sys, "argv", ["stress", *options])
     return stress.main()
@@ -479,10 +479,10 @@ def test_no_launches_are_no_test(
 
 def test_strict_says_which_kernels_have_a_line(tmp_path: Path) -> None:
     manifest: record.Json = {"kernels": {name: {"cubin_sha256": name * 2} for name in ("a", "b")}}
-    assert check_verified.stress_line(manifest, []).endswith("0 of 2 kernels passed tools/race/stress.py")
+    assert check_verified.stress_line(manifest, []).endswith("0 of 2 kernels passed tools/lab/race/stress.py")
     log = tmp_path / "log.jsonl"
     log.write_text("".join(json.dumps({"cubin_sha256": sha}) + "\n" for sha in ("bb", "cc")))
     assert check_verified.stress_line(manifest, record.read_log(log)).endswith(
-        "1 of 2 kernels passed tools/race/stress.py, not a"
+        "1 of 2 kernels passed tools/lab/race/stress.py, not a"
     )
     assert record.stressed(manifest, record.read_log(log)) == ["b"]

@@ -17,8 +17,8 @@ from cutlass_py_attn.compilation import cubin
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.launch.build import Build, build_from
 from tests.support.ptx_threads import Array, Threads
-from tools.race import stress_builds
-from tools.race.stress_builds import Delay, delays, roles, with_delay
+from tools.lab.race import stress_builds
+from tools.lab.race.stress_builds import Delay, delays, roles, with_delay
 from tools.release import record
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from typing import Any, Final
 RECORDS: Final = "tools/docs/attempts"
 FIELDS: Final[dict[str, type]] = {"what": str, "count": int, "wrong": int, "gpu": str, "date": str, "commit": str}
 COLUMNS: Final = ("what was tried", "how many", "wrong", "where")
-NONE: Final = f"Nothing recorded yet: `python -m tools.race.sequences --help` writes a record into `{RECORDS}`."
+NONE: Final = f"Nothing recorded yet: `python -m tools.lab.race.sequences --help` writes a record into `{RECORDS}`."
 
 
 def objections(found: Mapping[str, Any]) -> list[str]:

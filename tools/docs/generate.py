@@ -10,19 +10,18 @@ from pathlib import Path
 
 from tools.docs import (
     attempts,
-    context_plots,
     faults_table,
     front_tables,
     jax_table,
     kernel_map,
-    short_map_plots,
     slower_rows,
 )
 from tools.docs.benchmark_plots import BENCHMARK, plots
 from tools.docs.reference import reference
 from tools.docs.schematics import schematics
-from tools.mutation import tables
-from tools.race import soak_table
+from tools.lab import context_plots, short_map_plots
+from tools.lab.mutation import tables
+from tools.lab.race import soak_table
 from tools.release import record
 from tools.release.check_verified import benchmark_table, with_block
 
@@ -33,7 +32,7 @@ SUSTAINED = "tools/bench/results/sustained.json"
 H100, H100_SUSTAINED = "tools/bench/results/h100.json", "tools/bench/results/h100_sustained.json"
 MICROBENCH = "tools/bench/results/microbench.jsonl"
 NOT_MEASURED = (
-    f"Not measured yet: `python -m tools.bench.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
+    f"Not measured yet: `python -m tools.lab.microbench --kernels FOLDER --record {MICROBENCH}` on an H100 or H200."
 )
 # The order in which a newcomer reads; pages that are not listed follow.
 ORDER = (

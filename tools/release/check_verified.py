@@ -99,9 +99,9 @@ def rows_without_measurement(root: Path) -> list[str]:
 
 
 def stress_line(manifest: record.Json, log: Sequence[record.Json]) -> str:
-    """Returns a line that says which shown kernels passed tools/race/stress.py, compared by cubin."""
+    """Returns a line that says which shown kernels passed tools/lab/race/stress.py, compared by cubin."""
     shown, passed = manifest["kernels"], record.stressed(manifest, log)
-    line = f"check_verified: {len(passed)} of {len(shown)} kernels passed tools/race/stress.py"
+    line = f"check_verified: {len(passed)} of {len(shown)} kernels passed tools/lab/race/stress.py"
     missing = [name for name in shown if name not in passed] if passed else []
     return f"{line}, not {', '.join(missing)}" if missing else line
 
@@ -113,7 +113,7 @@ def main() -> int:
         "--strict",
         action="store_true",
         help="for a release: STALE, UNVERIFIED and tiles without a measurement fail too; also says which kernels "
-        "passed tools/race/stress.py",
+        "passed tools/lab/race/stress.py",
     )
     parser.add_argument(
         "--rebuild",

@@ -171,7 +171,7 @@ def put_part(path: Path, name: str, part: Json) -> None:
 
 
 def stressed(manifest: Json, log: Iterable[Json]) -> list[str]:
-    """Returns the shown kernels whose cubin has a line in the log of tools/race/stress.py."""
+    """Returns the shown kernels whose cubin has a line in the log of tools/lab/race/stress.py."""
     passed = {line["cubin_sha256"] for line in log}
     return [name for name, kernel in manifest["kernels"].items() if kernel["cubin_sha256"] in passed]
 

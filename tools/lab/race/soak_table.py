@@ -7,8 +7,8 @@ from typing import Final
 
 from tools.release import record
 
-RECORD: Final = "tools/race/results/soak.jsonl"
-NOT_RUN: Final = f"Not run yet: `python -m tools.race.soak --kernels FOLDER --record {RECORD}` on an H100 or H200."
+RECORD: Final = "tools/lab/race/results/soak.jsonl"
+NOT_RUN: Final = f"Not run yet: `python -m tools.lab.race.soak --kernels FOLDER --record {RECORD}` on an H100 or H200."
 COLUMNS: Final = ("run", "seconds", "threads", "problems", "calls", "wrong", "worst error / allowed", "growth in MiB")
 
 

@@ -1,7 +1,7 @@
 """Compiles the microbenchmarks on any machine, runs them on a Hopper GPU, and prints one table.
 
-python -m tools.bench.microbench --build FOLDER
-python -m tools.bench.microbench --kernels FOLDER [--record FILE] [--only TEXT]
+python -m tools.lab.microbench --build FOLDER
+python -m tools.lab.microbench --kernels FOLDER [--record FILE] [--only TEXT]
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan import plan
 from cutlass_py_attn.runtime import driver, kernel_launch
-from tools.bench.microbench import cases
-from tools.bench.microbench.cases import Micro
+from tools.lab.microbench import cases
+from tools.lab.microbench.cases import Micro
 from tools.release import record
 
 MANIFEST = "microbench.json"
@@ -59,7 +59,7 @@ class Row:
 
 def build(folder: Path) -> int:
     """Compiles every kernel into the folder; returns their number."""
-    from tools.bench.microbench.compiling import compiled
+    from tools.lab.microbench.compiling import compiled
 
     folder.mkdir(parents=True, exist_ok=True)
     found = {micro.symbol: micro for micro in cases.all_cases()}
@@ -82,7 +82,7 @@ def measure(folder: Path, only: str, samples: int) -> Iterator[Row]:
     if not path.is_file() or json.loads(path.read_text())["sources"] != sources():
         raise Stale(
             f"{folder}: holds no kernels of these sources; fill it with: "
-            f"python -m tools.bench.microbench --build {folder}"
+            f"python -m tools.lab.microbench --build {folder}"
         )
     gpu = driver.device(0)
     if gpu.compute_capability != (9, 0):
@@ -180,7 +180,7 @@ def table(rows: list[Row], gpu: str) -> str:
 def main() -> int:
     """Builds the kernels, or measures them and prints the table."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.microbench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m tools.lab.microbench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--build", type=Path, metavar="FOLDER", help="compile the kernels into FOLDER")
@@ -202,7 +202,7 @@ def main() -> int:
     print(table(rows, about["gpu"]))
     if given.record:
         listing = json.loads((given.kernels / MANIFEST).read_text())
-        command = shlex.join(["python", "-m", "tools.bench.microbench", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "tools.lab.microbench", *sys.argv[1:]])
         shared = {**about, "commit": listing["commit"], "sources": listing["sources"], "command": command}
         record.append(given.record, ({**asdict(row), **shared} for row in rows))
     return 0

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 from tools.bench import bench_context
 from tools.docs import jax_table
-from tools.docs.context_model import BOTH, FORWARD, JAX, NCCL, STRATEGIES, Model
 from tools.docs.figures import GRAY, PALE, svg
+from tools.lab.context_model import BOTH, FORWARD, JAX, NCCL, STRATEGIES, Model
 from tools.release import record
 
 RESULTS: Final = ("tools/bench/results/h200_x2.json", "tools/bench/results/h100_x2.json")  # the first that is there

@@ -1,9 +1,9 @@
 """Mutation run: changes host and plan code in a copy of the tree, one small change at a time, and runs its tests.
 
-python -m tools.mutation.mutate --record FILE [--count 220] [--seed 1]    draws mutants and runs all of them
-python -m tools.mutation.mutate --record FILE --survivors all             runs the survivors of a record again
-python -m tools.mutation.mutate --record FILE --survivors unexplained     only those that survivors.toml does not have
-python -m tools.mutation.mutate --record FILE --show ID                   the change of one mutant
+python -m tools.lab.mutation.mutate --record FILE [--count 220] [--seed 1]    draws mutants and runs all of them
+python -m tools.lab.mutation.mutate --record FILE --survivors all             runs the survivors of a record again
+python -m tools.lab.mutation.mutate --record FILE --survivors unexplained     those that survivors.toml does not have
+python -m tools.lab.mutation.mutate --record FILE --show ID                   the change of one mutant
 
 A mutant's tests are those that execute its statement, and those of its module; the fastest first, until one fails.
 Lines at module level, which every import executes, have the tests of the files that use their name. Neither mutmut
@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from cutlass_py_attn.bench.harness import commit
-from tools.mutation import tables
-from tools.mutation.operators import Mutant, mutants
-from tools.mutation.tree import ROOT, copy_tree
+from tools.lab.mutation import tables
+from tools.lab.mutation.operators import Mutant, mutants
+from tools.lab.mutation.tree import ROOT, copy_tree
 
 VERSION: Final = 1  # of the operators and of the selection: another version draws and counts otherwise
 FILES: Final = (
@@ -239,7 +239,7 @@ def _merged(old: Json, new: Json, digests: Mapping[str, str], stale: Sequence[st
 
 
 def _pytest(arguments: Sequence[str]) -> list[str]:
-    options = ["-p", "tools.mutation.plugin", "-p", "no:cacheprovider", "-p", "no:warnings", "-p", "no:xdist", "-q"]
+    options = ["-p", "tools.lab.mutation.plugin", "-p", "no:cacheprovider", "-p", "no:warnings", "-p", "no:xdist", "-q"]
     return [sys.executable, "-m", "pytest", *options, "--timeout=60", *arguments]
 
 

@@ -1,7 +1,7 @@
 """Kernel faults: single faults of kernel code that a check on the GPU must catch, each with a case that shows it.
 
-python -m tools.mutation.kernel_faults --build FOLDER                  compiles the faulty kernels; needs no GPU
-python -m tools.mutation.kernel_faults --kernels FOLDER --record FILE  launches them; needs no compiler
+python -m tools.lab.mutation.kernel_faults --build FOLDER                  compiles the faulty kernels; needs no GPU
+python -m tools.lab.mutation.kernel_faults --kernels FOLDER --record FILE  launches them; needs no compiler
 
 --build applies one fault at a time to a copy of the tree, where its old text must occur exactly once. FOLDER gets one
 folder for each fault, and one with the kernels of the unchanged tree, because a faulty kernel has the same symbol. Each
@@ -32,7 +32,7 @@ from cutlass_py_attn.plan.planner import builds
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case
-from tools.mutation.tree import copy_tree
+from tools.lab.mutation.tree import copy_tree
 
 Json = dict[str, Any]
 
@@ -357,7 +357,8 @@ def build_all(folder: Path, chosen: Sequence[Fault], processes: int) -> None:
             copy_tree(copy, "cutlass_py_attn", "tools")
             if name != UNCHANGED:
                 fault.apply(copy)
-            command = ["-m", "tools.mutation.kernel_faults", "--compile", fault.folder, "--build", str(folder / name)]
+            options = ["--compile", fault.folder, "--build", str(folder / name)]
+            command = ["-m", "tools.lab.mutation.kernel_faults", *options]
             environment = os.environ | {"PYTHONPATH": str(copy)}
             subprocess.run([sys.executable, *command], cwd=copy, env=environment, check=True)
             print(f"{number + 1:3}/{len(jobs)} {name}: {' '.join(fault.shown_by)}", flush=True)

@@ -12,8 +12,8 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.sm90 import softmax_poly_exp2
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
-from tools.bench.microbench import cases
-from tools.bench.microbench.cases import Micro
+from tools.lab.microbench import cases
+from tools.lab.microbench.cases import Micro
 
 Params = params.struct_type("MicroParams", cases.FIELDS)
 REGISTERS = (216, 72)  # per thread of the MMA warpgroups and of the reading warpgroup

@@ -7,12 +7,12 @@ import importlib
 from cutlass_py_attn.compilation import compiler, report
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.errors import CompileError
-from tools.bench.microbench.cases import ARCH, Micro
+from tools.lab.microbench.cases import ARCH, Micro
 
 
 def compiled(micro: Micro) -> compiler.CompilerOutput:
     """Returns PTX, cubin and ptxas's report. Raises CompileError for a stack frame or a ptxas remark on wgmma."""
-    trace = importlib.import_module("tools.bench.microbench.kernels").trace
+    trace = importlib.import_module("tools.lab.microbench.kernels").trace
     output = compiler.compile_trace(micro.symbol, ARCH, lambda: trace(micro))
     frames = [kernel.frame_bytes for kernel in read(output.cubin).kernels.values()]
     objections = report.remarks(output.report)

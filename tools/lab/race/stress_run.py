@@ -36,8 +36,8 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.cases import decode_cases
-from tools.race import stress_builds
-from tools.race.stress_kernels import Kernels
+from tools.lab.race import stress_builds
+from tools.lab.race.stress_kernels import Kernels
 from tools.release import record
 from tools.release.verify_gpu import unordered
 

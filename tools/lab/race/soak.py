@@ -1,6 +1,6 @@
 """Soak: one process calls mixed problems from many threads for a long time; results stay right and memory steady.
 
-python -m tools.race.soak --seconds 1800 --threads 8 --kernels FOLDER --record FILE
+python -m tools.lab.race.soak --seconds 1800 --threads 8 --kernels FOLDER --record FILE
 
 Forward and backward, dense, packed, paged and decode problems, three dtypes and every family of kernels, each thread
 on a stream of its own: by attention_forward and attention_backward with NumPy and with device arrays, and by Bound with
@@ -46,7 +46,7 @@ from cutlass_py_attn.testing import check, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, same_bits
 from tests.cases import covering_cases, decode_cases, paged_cases, suite
-from tools.race.soak_samples import MIB, Memory, Sample, memory_of, resident_mib, rounded
+from tools.lab.race.soak_samples import MIB, Memory, Sample, memory_of, resident_mib, rounded
 from tools.release import record
 from tools.release.verify_gpu import unordered
 

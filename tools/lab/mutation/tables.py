@@ -11,12 +11,12 @@ from typing import Any, Final
 
 Json = dict[str, Any]
 
-MUTANTS: Final = "tools/mutation/results/mutants.json"
-KERNEL_FAULTS: Final = "tools/mutation/results/kernel_faults.json"
-SURVIVORS: Final = "tools/mutation/survivors.toml"
+MUTANTS: Final = "tools/lab/mutation/results/mutants.json"
+KERNEL_FAULTS: Final = "tools/lab/mutation/results/kernel_faults.json"
+SURVIVORS: Final = "tools/lab/mutation/survivors.toml"
 NOT_RUN: Final = (
-    "Not run yet: `python -m tools.mutation.kernel_faults --build FOLDER`, then "
-    f"`python -m tools.mutation.kernel_faults --kernels FOLDER --record {KERNEL_FAULTS}` on an H100 or H200."
+    "Not run yet: `python -m tools.lab.mutation.kernel_faults --build FOLDER`, then "
+    f"`python -m tools.lab.mutation.kernel_faults --kernels FOLDER --record {KERNEL_FAULTS}` on an H100 or H200."
 )
 
 

@@ -1,7 +1,7 @@
 """Short map: our time beside the best peer's for short sequences, by length, batch and heads; needs a GPU.
 
-python -m tools.bench.short_map --build FOLDER                        compile the kernels; needs no GPU
-python -m tools.bench.short_map --kernels FOLDER [--record FILE] [--only PATTERN]
+python -m tools.lab.short_map --build FOLDER                        compile the kernels; needs no GPU
+python -m tools.lab.short_map --kernels FOLDER [--record FILE] [--only PATTERN]
 
 A CUDA graph holds CALLS calls, so that a time is that of the kernels and not of a launch by the host. Nothing pauses
 between the measurements: problems of this size do not reach the power limit. `--record

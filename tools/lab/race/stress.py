@@ -1,7 +1,7 @@
 """Stress: launches every shown kernel many times, disturbed, delayed and less optimised, on this machine's GPU.
 
-python -m tools.race.stress --build FOLDER      the kernels and their stress builds, on a machine without a GPU
-python -m tools.race.stress --kernels FOLDER    runs them where there is a GPU and no compiler, and records what passed
+python -m tools.lab.race.stress --build FOLDER      the kernels and their stress builds, on a machine without a GPU
+python -m tools.lab.race.stress --kernels FOLDER    runs them on a GPU, without a compiler, and records what passed
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.launch.build import ROW_KINDS
 from cutlass_py_attn.runtime import driver
-from tools.race import stress_builds, stress_kernels, stress_run
+from tools.lab.race import stress_builds, stress_kernels, stress_run
 from tools.release import build_ptx, record
 from tools.release.verify_gpu import about_this_run
 

@@ -40,7 +40,7 @@ from cutlass_py_attn.runtime.binding import Bound, bind_problem
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
-from tools.race.sequence_hosts import DEVICE, FOREIGN, LAYOUTS, LIBRARIES, NUMPY, Array, Held, Host
+from tools.lab.race.sequence_hosts import DEVICE, FOREIGN, LAYOUTS, LIBRARIES, NUMPY, Array, Held, Host
 
 LINES: Final = (
     "bf16_d64_q72_s136_b2_h4_causal",

@@ -1,8 +1,8 @@
 """Sequences: random sequences of calls of the Python API on a GPU, or on a simulated one, against the NumPy reference.
 
-python -m tools.race.sequences --build FOLDER                                  compiles the kernels; needs no GPU
-python -m tools.race.sequences --kernels FOLDER --processes 12 --record FILE   runs on a GPU; needs torch, no compiler
-python -m tools.race.sequences --simulated --processes 2 --record FILE         runs without a GPU; needs a C compiler
+python -m tools.lab.race.sequences --build FOLDER                                 compiles the kernels; needs no GPU
+python -m tools.lab.race.sequences --kernels FOLDER --processes 12 --record FILE  runs on a GPU; no compiler, but torch
+python -m tools.lab.race.sequences --simulated --processes 2 --record FILE        runs without a GPU; needs a C compiler
 
 sequence_machine.py has the rules. Each process runs chunks of sequences with seeds of their own; a chunk ends at its
 first failure, whose sequence is printed, and the run goes on with the next one. `--only SEED` runs that chunk alone and
@@ -34,8 +34,8 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import check
 from tools.docs import attempts
-from tools.race.sequence_hosts import FOREIGN, LAYOUTS, GpuHost, Host
-from tools.race.sequence_machine import CASES, SequenceMachine, Tally
+from tools.lab.race.sequence_hosts import FOREIGN, LAYOUTS, GpuHost, Host
+from tools.lab.race.sequence_machine import CASES, SequenceMachine, Tally
 from tools.release import record
 
 CHUNK: Final = 50  # sequences of one seed

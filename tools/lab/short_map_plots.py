@@ -16,7 +16,7 @@ from tools.docs.figures import GRAY, INK, svg
 from tools.release import record
 
 RESULTS: Final = "tools/bench/results/short_map.json"
-NOT_MEASURED: Final = f"Not measured yet: `python -m tools.bench.short_map --kernels FOLDER --record {RESULTS}`."
+NOT_MEASURED: Final = f"Not measured yet: `python -m tools.lab.short_map --kernels FOLDER --record {RESULTS}`."
 DIRECTIONS: Final = ("forward", "backward")
 COLORS: Final = LinearSegmentedColormap.from_list("ratio", ("#ee6677", "#ffffff", "#4477aa"))  # slower, equal, faster
 LIMIT: Final = 2.0  # ratios beyond 1 / LIMIT and LIMIT have the outermost colors

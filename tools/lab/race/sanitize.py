@@ -1,6 +1,6 @@
 """Sanitize: launches small cases of every shown kernel, and of kernels with features, under compute-sanitizer.
 
-compute-sanitizer --tool memcheck python -m tools.race.sanitize --kernels FOLDER
+compute-sanitizer --tool memcheck python -m tools.lab.race.sanitize --kernels FOLDER
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cutlass_py_attn.runtime.binding import portable_arch
 from cutlass_py_attn.testing import check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.cases import covering_cases, decode_cases, serving_cases, suite
-from tools.race import stress_run
+from tools.lab.race import stress_run
 
 Results = dict[str, npt.NDArray[Any]]
 
