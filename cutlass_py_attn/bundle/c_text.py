@@ -51,6 +51,7 @@ def sizes(targets: Iterable[Json]) -> dict[str, Any]:
         "most_bytes": max(target["struct"]["bytes"] for target in found),
         "max_splits": split_kv.MAX_SPLITS,
         "block_tiles": split_kv.SPLIT_OVERHEAD_TILES,
+        "counts_key_tiles": any("causal_key_tiles(" in target["preferred_when"] for target in found),
     }
 
 

@@ -11,34 +11,31 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import AnyProblem
-from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import ROW_KINDS, Build
-from cutlass_py_attn.launch.expressions import ONE, Expr, Number, minimum
-from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES
+from cutlass_py_attn.launch.expressions import ONE, Expr
+from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_QUERIES
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import DS_REGISTERS, KEY_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV
-from cutlass_py_attn.plan import backward_choice, resources, sm90_choice, tile_time
-from cutlass_py_attn.plan.backward_choice import BackwardKind
+from cutlass_py_attn.launch.variants import SPLIT_KV
+from cutlass_py_attn.plan import backward_choice, resources, tile_time
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.families import FAMILIES
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
-from cutlass_py_attn.plan.tiles import decode_tiles, sm90_tiles
+from cutlass_py_attn.plan.problem_kind import ProblemKind
+from cutlass_py_attn.plan.row import NEVER
+from cutlass_py_attn.plan.tiles import decode_tiles, nearest_row, sm90_rows
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.score_terms import registry
 
 ALWAYS: Final = ONE
-NEVER: Final = Number(0)
-# Variants of sm90 backwards in this order, before the others, as in the tile tables.
-_BACKWARDS: Final = (PER_HEAD, QUERY_HEADS, KEY_REGISTERS, DS_REGISTERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,42 +110,25 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
 
 
 def _tile_order(build: Build) -> tuple[int | bool, ...]:
-    """Sort key of kernels with tiles that several rules may prefer: those of sm90 backwards are in the planner's order.
+    """Sort key of kernels with tiles that several rules may prefer; sm90 kernels are in the planner's order.
 
     Variant split_kv is before multicast, which leaves SMs idle where both are preferred.
     """
-    if build.kind == "backward" and build.family == "sm90":
-        few_rows = sm90_choice.has_few_rows(build.kind, build)
-        rank = _BACKWARDS.index(build.variant) if build.variant in _BACKWARDS else len(_BACKWARDS)
-        return not few_rows, rank, build.tile_m, build.tile_n, -build.key_stages
-    return build.variant != SPLIT_KV, build.tile_m, build.tile_n
+    if build.family != "sm90":
+        return build.tile_m, build.tile_n
+    kind = ProblemKind.of(build)
+    return build.variant != SPLIT_KV, sm90_rows(kind).index(nearest_row(kind, TileConfig.of(build)))
 
 
-def is_for_some_lengths(build: Build) -> bool:
-    """Returns whether a kernel is faster for calls of some sizes alone, beside one for calls of any."""
-    few_rows = build.family == "sm90" and build.kind == "backward" and sm90_choice.has_few_rows(build.kind, build)
-    return few_rows or kernel_of(build).lengths != "any"
-
-
-def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
+def preferred_when(build: Build, others: Sequence[Build] = ()) -> Expr:
     """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it.
-
-    Never 1 for a kernel whose sizes no rule describes: the planner chooses it for the lengths of one problem.
 
     others: the other kernels with the same facts
     """
-    if build.variant == MULTICAST:
-        return minimum(NUM_QUERIES, NUM_KEYS) >= sm90_choice.MULTICAST_LENGTH
-    if build.kind == "backward" and build.family == "sm90":
-        of_backward = BackwardKind.of(build)
-        return backward_choice.in_sizes(of_backward, backward_choice.is_faster(of_backward, build))
-    if build.variant == SPLIT_KV:
-        in_parts = [other for other in others if other.variant == SPLIT_KV and other != build]
-        return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
+    if build.family == "sm90":
+        return _of_row(build, others)
     if build.kind in ROW_KINDS:
         return ALWAYS
-    if kernel_of(build).lengths != "any":
-        return NEVER
     if build.family != "decode":
         return ALWAYS
     kind, tile = _Kind.of(build), str(TileConfig.of(build))
@@ -175,12 +155,16 @@ def _between(rows: Sequence[int], most: int) -> Expr:
     return ALWAYS if len(rows) == most else (of_head >= rows[0]) * (of_head <= rows[-1])
 
 
-def _tile_of_long_sequences(build: Build) -> TileConfig:
-    """Returns the first tile of sm90 forwards of any lengths with the dtype, head dims and mask of a build."""
-    dims = f"{SHORT_NAMES[build.dtype]}_d{build.head_dim}v{build.head_dim_value}"
-    problem = spec.parse(f"{dims}_s{tile_time.LONG_LENGTH}_b1_h1_{build.mask}").problem("forward")
-    num_sms = architecture(build.arch).num_sms
-    return sm90_choice.applicable(problem, sm90_tiles(problem), num_sms, any_length=True)[0]
+def _of_row(build: Build, others: Sequence[Build]) -> Expr:
+    """Returns the rule of the row of an sm90 kernel: ALWAYS for the first that is for calls of any sizes."""
+    kind = ProblemKind.of(build)
+    table = sm90_rows(kind)
+    if build.variant == SPLIT_KV:
+        return tile_time.preferred_in_parts(table, build, others)
+    row = nearest_row(kind, TileConfig.of(build))
+    when = backward_choice.in_sizes(kind, row.when_for(kind))
+    moved = tile_time.is_first(kind, table, row)
+    return when if moved == NEVER else moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
@@ -12,14 +13,7 @@ from pathlib import Path
 from cutlass_py_attn.artifact import Artifact, NoPermission, first_available, locked, unreadable
 from cutlass_py_attn.bundle import header, library, reading
 from cutlass_py_attn.bundle.arguments import export_objections, listed
-from cutlass_py_attn.bundle.dispatch import (
-    NEVER,
-    facts_of,
-    family_order,
-    is_for_some_lengths,
-    order_key,
-    preferred_when,
-)
+from cutlass_py_attn.bundle.dispatch import facts_of, family_order, order_key
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.names import name_objections
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
@@ -310,18 +304,17 @@ def _best(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) 
 
 
 def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
-    """Yields a target for each variant that the planner prefers for the lengths of the problem and calls alike."""
+    """Yields a target for each variant that the planner has for the lengths of the problem before that for any."""
     limits = architecture(arch)
-    found: set[str] = set()
     if not isinstance(problem, Problem) or limits.is_portable:
         return
-    first, *others = planner.plans(problem, arch)
-    for plan in (first, *(plan for plan in others if plan.build.family == first.build.family)):
-        build = plan.build
-        if build.variant not in found and is_for_some_lengths(build) and preferred_when(build) != NEVER:
+    for_any = planner.plans(problem, arch, any_length=True)[0].build
+    variants: set[str] = set()
+    for plan in itertools.takewhile(lambda plan: plan.build != for_any, planner.plans(problem, arch)):
+        if plan.build.variant not in variants:
             with contextlib.suppress(CompileError, Stale):
                 yield Target(problem, *first_available([plan], kernels), limits.num_sms)
-                found.add(build.variant)
+                variants.add(plan.build.variant)
 
 
 def _preference(target: Target) -> tuple[int, bool, tuple[int, int]]:

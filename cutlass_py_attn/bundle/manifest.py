@@ -73,7 +73,7 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
             "pointers": {key: _pointer(item) for key, item in rules.pointers.items()},
             "targets": [],
         })  # fmt: skip
-        found["targets"].append(_target(target, rules, of_facts[facts_of(problem, build)]))
+        found["targets"].append(_target(target, rules, [*of_facts[facts_of(problem, build)]]))
     toolchains = sorted({target.artifact.toolchain for target in targets})
     return sealed({
         "format": FORMAT,
@@ -108,7 +108,7 @@ def _names_of(rules: Rules, num_sms: int) -> dict[str, float]:
     return found
 
 
-def _target(target: Target, rules: Rules, with_its_facts: Iterable[Build]) -> Json:
+def _target(target: Target, rules: Rules, with_its_facts: Sequence[Build]) -> Json:
     problem, plan, build = target.problem, target.plan, target.plan.build
     _expect_kernels(target)
     given = rules.inputs

@@ -20,8 +20,7 @@ from cutlass_py_attn.plan import planner, sm90_choice
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem

@@ -7,17 +7,16 @@ builds of many problems, so `Choices` finds each build once, and asks the rules 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import SPLIT_KV, STANDARD
+from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan import planner, resources, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.families import FAMILIES, Family
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tiles import sm90_tiles
+from cutlass_py_attn.plan.problem_kind import ProblemKind
+from cutlass_py_attn.plan.tiles import sm90_rows
 from cutlass_py_attn.problem.problem import Problem
 
 
@@ -57,12 +56,12 @@ class Choices:
         if family != "sm90":
             yield from self._fits(family, FAMILIES[family].tiles(self.problem, self._limits.num_sms, False))
             return
-        tiles = sm90_tiles(self.problem)
-        preferred = sm90_choice.applying(self.problem, tiles, self._limits.num_sms)
-        standard = [tile for tile in tiles if tile.variant == STANDARD]
-        in_parts = [with_options(self.problem, replace(tile, variant=SPLIT_KV)) for tile in standard]
-        shares_keys = in_parts and not sm90_choice.objections(self.problem, in_parts[0])
-        yield from self._fits(family, dict.fromkeys((*preferred, *tiles, *(in_parts if shares_keys else ()))))
+        kind, rows = ProblemKind.of(self.problem), sm90_rows(ProblemKind.of(self.problem))
+        tried = sm90_choice.tried(self.problem, self._limits.num_sms)
+        tiles = [row.tile_for(kind) for row in (*tried, *rows)]
+        if not sm90_choice.split_kv_objection(self.problem):
+            tiles += [sm90_choice.in_parts(kind, row) for row in rows if row.tile.variant == STANDARD]
+        yield from self._fits(family, dict.fromkeys(tiles))
 
     def _takes(self, problem: Problem, family: Family) -> bool:
         is_possible = self._limits.has_wgmma or not family.needs_wgmma

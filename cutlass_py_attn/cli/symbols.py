@@ -22,8 +22,7 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import SCALES_OF
 from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem

@@ -193,6 +193,11 @@ def _distinct(*sizes_and_strides: int) -> int:
     return 1
 
 
+def _causal_key_tiles(num_queries: int, num_keys: int, shift: int, tile_m: int, tile_n: int) -> int:
+    ends = (min(first + tile_m, num_queries) for first in range(0, num_queries, tile_m))
+    return sum(max(integers.ceil_div(min(num_keys, end + shift), tile_n), 1) for end in ends)
+
+
 OPERATORS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -204,7 +209,9 @@ OPERATORS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 }
 # Functions that an expression may call. ceil_div rounds up, div rounds down. step is the stride of an axis with `size`
 # indices, or `otherwise` if the axis has one index. distinct says of the four axes (size, stride) of an array whether
-# each stride exceeds what the axes of smaller strides span: then no two indices have the same element.
+# each stride exceeds what the axes of smaller strides span: then no two indices have the same element. causal_key_tiles
+# counts the key tiles that the query tiles of a head visit, each at least one, if query i sees the keys before i + 1 +
+# shift.
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "ceil_div": integers.ceil_div,
     "div": operator.floordiv,
@@ -215,6 +222,7 @@ FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "step": _step,
     "distinct": _distinct,
     "fewest_splits": split_kv.fewest_splits,
+    "causal_key_tiles": _causal_key_tiles,
 }
 
 

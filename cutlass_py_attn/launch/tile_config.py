@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.variants import OPTIONS, STANDARD
+from cutlass_py_attn.launch.variants import OPTIONS, PLAIN, STANDARD, WITH_OPTIONS
 from cutlass_py_attn.problem.scalars import python_value, shown
 
 _TEXT: Final = re.compile(
@@ -37,10 +37,11 @@ class TileConfig:
     score_rows: query rows of one score product in the sm90 backward; 0 for all rows of the tile
     key_stages: key tiles in flight per thread block of the sm90 backward
     variant: kernel body, a name of variants.py; "" for the standard one
-    options: how the body computes, names of `variants.OPTIONS`
+    options: how the body computes, names of `variants.OPTIONS`; () for none, None to leave them to `plan_with_tile`
 
     The text form is {tile_m}x{tile_n}x{warps}[:{query_stages}[,{grad_output_stages}]][@{register_usage_level}]
-    [c{head_dim_split}][q{score_rows}][k{key_stages}][+{variant}][-{option}]... `str` writes it and `parse` reads it.
+    [c{head_dim_split}][q{score_rows}][k{key_stages}][+{variant}][-{option}]..., with -plain for no options. `str`
+    writes it and `parse` reads it.
     """
 
     tile_m: int
@@ -54,7 +55,7 @@ class TileConfig:
     score_rows: int = 0
     key_stages: int = 1
     variant: str = STANDARD
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in (*_INTEGERS, "not_on"):
@@ -65,17 +66,22 @@ class TileConfig:
         options += f"q{self.score_rows}" if self.score_rows else ""
         options += f"k{self.key_stages}" if self.key_stages != 1 else ""
         options += f"+{self.variant}" if self.variant else ""
-        options += "".join(f"-{name}" for name in self.options)
+        options += "" if self.options is None else "".join(f"-{name}" for name in self.options or (PLAIN,))
         stages = f"{self.query_stages},{self.grad_output_stages}"
         return f"{self.tile_m}x{self.tile_n}x{self.warps}:{stages}@{self.register_usage_level}{options}"
 
     @staticmethod
     def of(build: Build) -> TileConfig:
-        """Returns the tile of a Build, such as that of `plan.build`, to change some of its fields."""
+        """Returns the tile of a Build, such as that of `plan.build`, to change some of its fields.
+
+        Its options are () for a kernel body without options that can have some, so that it names this kernel and no
+        other.
+        """
         if not isinstance(build, Build):
             raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
         fields: dict[str, Any] = {name: getattr(build, name) for name in _FIELDS}
-        return TileConfig(**fields)
+        can_have_options = build.family == "sm90" and build.variant in WITH_OPTIONS.get(build.kind, ())
+        return TileConfig(**fields | {"options": build.options or (() if can_have_options else None)})
 
     @staticmethod
     def parse(text: str) -> TileConfig:
@@ -92,8 +98,9 @@ class TileConfig:
             )
         parts = {name: part for name, part in zip(_FIELDS, found.groups(), strict=True) if part is not None}
         fields: dict[str, Any] = {name: int(part) for name, part in parts.items() if name in _INTEGERS}
-        fields |= {"variant": parts.get("variant", STANDARD), "options": tuple(parts["options"].split("-")[1:])}
-        return TileConfig(**fields)
+        names = tuple(parts["options"].split("-")[1:])
+        options = () if names == (PLAIN,) else names or None
+        return TileConfig(**fields, variant=parts.get("variant", STANDARD), options=options)
 
 
 def tile_objections(tile: object) -> list[str]:
@@ -107,11 +114,12 @@ def tile_objections(tile: object) -> list[str]:
     ]
     if not isinstance(tile.variant, str):
         found.append(f"tile.variant = {shown(tile.variant)}: must be a str, {STANDARD!r} for the standard one; name it")
-    unknown = [name for name in tile.options if name not in OPTIONS] if isinstance(tile.options, tuple) else True
-    if unknown or list(tile.options) != [name for name in OPTIONS if name in tile.options]:
+    options = () if tile.options is None else tile.options
+    is_ordered = isinstance(options, tuple) and list(options) == [name for name in OPTIONS if name in options]
+    if not is_ordered:
         found.append(
             f"tile.options = {shown(tile.options)}: must be a tuple of some of {', '.join(OPTIONS)}, in this order and "
-            "each once; correct it"
+            "each once, or None; correct it"
         )
     if not isinstance(tile.not_on, tuple):
         found.append(f"tile.not_on = {shown(tile.not_on)}: must be a tuple of targets; pass () for none")

@@ -25,11 +25,17 @@ LAST: Final = "last"
 SUM: Final = "sum"
 SUM_LAST: Final = "sum_last"
 KEEPS_DS: Final = (DS_REGISTERS, KEY_REGISTERS)  # of the sm90 backward: dS^T stays in registers for dK += dS^T Q
-# Options of a kernel body, which a tile names beside its variant; tile_options.py says when the planner has them.
+# Options of a kernel body, which a tile names beside its variant; PLAIN is the word for none of them.
 SPECULATIVE: Final = "speculative"
 HALVES: Final = "halves"
 SHARED_END: Final = "shared_end"
 BITS: Final = "bits"
 OPTIONS: Final = (SPECULATIVE, HALVES, SHARED_END, BITS)
+PLAIN: Final = "plain"
+# The variants of the sm90 family that can have options; those of backwards have SHARED_END alone.
+WITH_OPTIONS: Final = {
+    "forward": (STANDARD, MULTICAST, SPLIT_KV, E4M3, E4M3_CACHE),
+    "backward": (STANDARD, DS_REGISTERS, KEY_REGISTERS),
+}
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 CLUSTERED: Final = (MULTICAST, TWO_CTA, WIDE)

@@ -43,7 +43,7 @@ def builds_for(
             head_dim_split=tile.head_dim_split,
             score_rows=tile.score_rows,
             key_stages=tile.key_stages,
-            options=tile.options,
+            options=tile.options or (),
             **decided,
         )
         yield _finished(build)

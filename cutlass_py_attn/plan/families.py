@@ -11,7 +11,8 @@ from cutlass_py_attn.kernels.sm80 import kernel as sm80
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import sm90_choice, tile_time
-from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
+from cutlass_py_attn.plan.problem_kind import ProblemKind
+from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_rows, with_nearest_options
 from cutlass_py_attn.problem.problem import Problem
 
 
@@ -24,6 +25,7 @@ class Family:
     unsupported_features: what a problem has that they do not take; () if they take it
     tiles: the tiles that the planner tries for a problem on so many multiprocessors, the fastest first; those for
         sequences of any length alone if the last argument says so
+    with_options: a tile of a caller, with options if it leaves them open
     objections: why the variant of a tile would compute a problem wrongly, which the rules of its Build do not see
     rejection: the end of a sentence that says why they do not compute a problem; "" for a problem that is not theirs
     preference: the end of a sentence that says why the planner prefers the tile of a Build on so many multiprocessors
@@ -33,13 +35,14 @@ class Family:
     needs_wgmma: bool
     unsupported_features: Callable[[Problem], tuple[str, ...]]
     tiles: Callable[[Problem, int, bool], Iterable[TileConfig]]
+    with_options: Callable[[Problem, TileConfig], TileConfig] = lambda problem, tile: tile
     objections: Callable[[Problem, TileConfig], list[str]]
     rejection: Callable[[Problem], str]
     preference: Callable[[Problem, Build, int], str]
 
 
 def _sm90_preference(problem: Problem, build: Build, num_sms: int) -> str:
-    return tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), num_sms)
+    return tile_time.reason(problem, build, sm90_rows(ProblemKind.of(problem)), num_sms)
 
 
 _DECODE: Final = Family(
@@ -55,9 +58,8 @@ _SM90: Final = Family(
     name="sm90",
     needs_wgmma=True,
     unsupported_features=sm90_choice.unsupported_features,
-    tiles=lambda problem, num_sms, any_length: sm90_choice.applicable(
-        problem, sm90_tiles(problem), num_sms, any_length=any_length
-    ),
+    tiles=lambda problem, num_sms, any_length: sm90_choice.applicable(problem, num_sms, any_length=any_length),
+    with_options=with_nearest_options,
     objections=sm90_choice.objections,
     rejection=sm90_choice.rejection_reason,
     preference=_sm90_preference,

@@ -75,7 +75,9 @@ def plan_with_tile(
 
     problem: what to compute, in either direction
     arch: target, such as "sm_90a"
-    tile: tile, warps, stages and variant of the kernel; `TileConfig.parse` reads a text such as "64x128x16:3,2@5k2"
+    tile: tile, warps, stages and variant of the kernel; `TileConfig.parse` reads a text such as "64x128x16:3,2@5k2".
+        Where it leaves the options open, they are those with which the planner has the nearest tile of its tables: the
+        same tile, else one of its variant with as many queries and keys, else the variant's first for any lengths
     num_sms: multiprocessors of the device; None for the usual part of the target
     family: "sm80", "sm90" or "decode"; None for the family whose variants include the tile's, and if the standard
         variant leaves a choice, for the family that the planner chooses for this problem
@@ -89,7 +91,7 @@ def plan_with_tile(
     missing = _unsupported(problem, arch, FAMILIES[chosen])
     if missing:
         raise NotSupported(f"family = {chosen!r}: takes no {', '.join(missing)} on {arch}; use family sm80")
-    build, found = build_for(problem, arch, tile, chosen)
+    build, found = build_for(problem, arch, FAMILIES[chosen].with_options(problem, tile), chosen)
     found = found or resources.objections(build, limits)
     if min(tile.tile_m, tile.tile_n) > 0:  # the rules of a problem count its tiles
         found += FAMILIES[chosen].objections(problem, tile)

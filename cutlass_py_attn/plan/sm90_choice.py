@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
@@ -20,16 +20,13 @@ from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import (
-    DS_REGISTERS,
-    MULTICAST,
-    PER_HEAD,
-    SPLIT_KV,
-    STANDARD,
-)
+from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, SPLIT_KV, STANDARD
 from cutlass_py_attn.plan import backward_choice, tile_time
+from cutlass_py_attn.plan.backward_choice import PARTS_ARE_FASTER, parts_of_key_tiles
+from cutlass_py_attn.plan.problem_kind import ProblemKind, is_mla, sizes
+from cutlass_py_attn.plan.row import Row
 from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tiles import is_mla, splits_score_rows
+from cutlass_py_attn.plan.tiles import nearest_row, sm90_rows, splits_score_rows
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (
@@ -50,10 +47,6 @@ from cutlass_py_attn.problem.tensors import (
 SM80_BIAS_HEAD_DIM: Final = 32
 LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled blocks of shared memory
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
-MULTICAST_LENGTH: Final = 4096  # queries and keys from which on variant multicast is faster
-LONG_CAUSAL_TILE: Final = 192, 112  # of d 96, full at any length; causal: 2 % faster at s 8192, 2 % slower at s 2048
-# Direction and variant of the kernels that are not for sequences of any length.
-_FOR_SOME_LENGTHS: Final = {(kernel.kind, kernel.variant) for kernel in sm90.KERNELS if kernel.lengths != "any"}
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -153,46 +146,37 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """When a variant may and should be chosen.
-
-    objection: why the variant would compute a problem wrongly; "" if it computes the problem
-    is_faster: whether the planner prefers the variant to the standard one, whatever `backward_choice` says
-    """
-
-    objection: Callable[[Problem, TileConfig], str]
-    is_faster: Callable[[Problem, TileConfig], bool]
-
-
 def objections(problem: Problem, tile: TileConfig) -> list[str]:
     """Returns why the tile's variant would compute this problem wrongly; its `kernel.py` has the other rules."""
-    choice = _CHOICES.get((problem.direction, tile.variant))
-    found = choice.objection(problem, tile) if choice else ""
+    objection = _OBJECTIONS.get((problem.direction, tile.variant))
+    found = objection(problem, tile) if objection else ""
     return [f"variant = {tile.variant!r}: {found}; use the standard variant"] if found else []
 
 
-def applying(problem: Problem, tiles: Iterable[TileConfig], num_sms: int) -> list[TileConfig]:
-    """Returns the tiles whose variants compute this problem and are faster, in their order."""
-    if problem.direction == "forward":
-        is_short_causal = _is_short_causal(problem)
-        faster = [tile for tile in tiles if not (is_short_causal and (tile.tile_m, tile.tile_n) == LONG_CAUSAL_TILE)]
-    elif _bias_is_faster_on_sm80(problem):
+def tried(problem: Problem, num_sms: int) -> list[Row]:
+    """Returns the rows whose tiles compute this problem and are tried for its sizes, in the order of their table."""
+    if problem.direction == "backward" and _bias_is_faster_on_sm80(problem):
         return []
-    else:
-        kind, sizes = backward_choice.BackwardKind.of(problem), backward_choice.sizes(problem, num_sms)
-        faster = [tile for tile in tiles if backward_choice.is_faster(kind, tile).evaluate(sizes)]
-    return [tile for tile in faster if _is_chosen(problem, tile)]
+    kind, values = ProblemKind.of(problem), values_of(problem, num_sms)
+    rows = sm90_rows(kind)
+    return [row for row in rows if row.when_for(kind).evaluate(values) and not objections(problem, row.tile)]
+
+
+def values_of(problem: Problem, num_sms: int) -> dict[str, int]:
+    """Returns the values of the names in the rules of rows."""
+    values = sizes(problem, num_sms)
+    if problem.direction == "backward":
+        values[PARTS_ARE_FASTER.name] = parts_of_key_tiles(ProblemKind.of(problem)).evaluate(values)
+    return values
 
 
 def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
-    """Returns whether the planner tries the tile for this problem."""
-    return bool(applying(problem, (tile,), num_sms))
-
-
-def _is_chosen(problem: Problem, tile: TileConfig) -> bool:
-    choice = _CHOICES.get((problem.direction, tile.variant))
-    return choice is None or (choice.is_faster(problem, tile) and not choice.objection(problem, tile))
+    """Returns whether the planner tries a tile for this problem: by the rule of the nearest row."""
+    if objections(problem, tile) or (problem.direction == "backward" and _bias_is_faster_on_sm80(problem)):
+        return False
+    kind = ProblemKind.of(problem)
+    row = nearest_row(kind, tile)
+    return bool(row.when(kind, tile).evaluate(values_of(problem, num_sms)))
 
 
 def _bias_is_faster_on_sm80(problem: Problem) -> bool:
@@ -203,35 +187,26 @@ def _bias_is_faster_on_sm80(problem: Problem) -> bool:
     return (is_narrow and not has_wgmma(problem)) or problem.bias.vector_bytes < WORD_BYTES
 
 
-def applicable(
-    problem: Problem, tiles: Iterable[TileConfig], num_sms: int, *, any_length: bool = False
-) -> list[TileConfig]:
+def applicable(problem: Problem, num_sms: int, *, any_length: bool = False) -> list[TileConfig]:
     """Returns the tiles that the planner tries for this problem, the fastest first.
 
     any_length: only those that are for sequences of any length, in the order for long ones
     """
-    found = applying(problem, tiles, num_sms)
-    if not any_length:
-        usual = tile_time.fastest_first(problem, found, num_sms)
-        if not usual or _split_kv_objection(problem, usual[0]):
-            return usual
-        standard = (tile for tile in found if tile.variant == STANDARD)
-        faster = tile_time.faster_in_parts(problem, standard, usual, num_sms)
-        in_parts = (replace(tile, variant=SPLIT_KV) for tile in faster)
-        return [*(with_options(problem, tile) for tile in in_parts), *usual]
-    return [
-        tile
-        for tile in found
-        if (problem.direction, tile.variant) not in _FOR_SOME_LENGTHS
-        and not tile_time.is_single(tile)
-        and not has_few_rows(problem.direction, tile)
-    ]
+    kind, rows = ProblemKind.of(problem), tried(problem, num_sms)
+    if any_length or problem.direction == "backward":
+        return [row.tile_for(kind) for row in rows if row.any_length or not any_length]
+    values = values_of(problem, num_sms)
+    usual = tile_time.fastest_first(kind, sm90_rows(kind), rows, values)
+    tiles = [row.tile_for(kind) for row in usual]
+    if not usual or problem.is_empty or split_kv_objection(problem):
+        return tiles
+    faster = tile_time.faster_in_parts(kind, rows, usual, values)
+    return [*(in_parts(kind, row) for row in faster), *tiles]
 
 
-def _is_short_causal(problem: Problem) -> bool:
-    """Returns whether a causal mask hides much of the key tiles on the diagonal, compared with all of them."""
-    shape = problem.shape
-    return problem.mask.form.grows and min(shape.num_queries, shape.num_keys) < MULTICAST_LENGTH
+def in_parts(kind: ProblemKind, row: Row) -> TileConfig:
+    """Returns the tile of a row with which blocks share the keys of each query tile."""
+    return with_options(kind, replace(row.tile, variant=SPLIT_KV), row.options_for(kind))
 
 
 def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
@@ -247,6 +222,8 @@ def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:
 def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     """Every query tile must see a key, because nothing else writes its gradient."""
     shape = problem.shape
+    if problem.is_empty:
+        return "there is nothing to launch"
     if problem.sequences is not None:
         return "one block per head needs sequences of one length"
     left, right = problem.mask.edges
@@ -256,20 +233,10 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
 
-def _has_work(problem: Problem, tile: TileConfig) -> bool:
-    """Returns whether there is something to launch."""
-    return not problem.is_empty
-
-
 def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
     """The rules of a Build do not see the scale."""
     is_wide = max(problem.shape.head_dim, problem.shape.head_dim_value) > DV_FIRST_HEAD_DIM
     return "S starts from -logsumexp / scale, and the scale is 0" if is_wide and problem.scale_value == 0 else ""
-
-
-def _always_faster(problem: Problem, tile: TileConfig) -> bool:
-    """Returns True: what is faster for some lengths is ahead of it in the table."""
-    return True
 
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
@@ -278,12 +245,7 @@ def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
-def _multicast_is_faster(problem: Problem, tile: TileConfig) -> bool:
-    """The first block of a cluster waits for the other's last key tile, which costs little in long rows alone."""
-    return min(problem.shape.num_queries, problem.shape.num_keys) >= MULTICAST_LENGTH
-
-
-def _split_kv_objection(problem: Problem, tile: TileConfig) -> str:
+def split_kv_objection(problem: Problem) -> str:
     """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
     features = sm90.SPLIT_KV_FORWARD.features
     if problem.direction != "forward" or problem.mask.form.has_left or not {*problem.features} <= {*features}:
@@ -292,11 +254,11 @@ def _split_kv_objection(problem: Problem, tile: TileConfig) -> str:
     return "results would depend on the other sequences of a call, and pages are invariant" if is_invariant else ""
 
 
-_CHOICES: Final[dict[tuple[str, str], _Choice]] = {
-    ("backward", PER_HEAD): _Choice(_per_head_objection, _has_work),
-    ("backward", DS_REGISTERS): _Choice(_ds_registers_objection, _always_faster),
-    ("forward", MULTICAST): _Choice(_multicast_objection, _multicast_is_faster),
-    ("forward", SPLIT_KV): _Choice(_split_kv_objection, _always_faster),
+_OBJECTIONS: Final[dict[tuple[str, str], Callable[[Problem, TileConfig], str]]] = {
+    ("backward", PER_HEAD): _per_head_objection,
+    ("backward", DS_REGISTERS): _ds_registers_objection,
+    ("forward", MULTICAST): _multicast_objection,
+    ("forward", SPLIT_KV): lambda problem, tile: split_kv_objection(problem),
 }
 
 

@@ -1,8 +1,9 @@
-"""Tile tables: the tiles of the fused kernels by dtype and head dim, the fastest first.
+"""Tile tables: the tiles of the fused kernels by dtype and head dim, the fastest first; of sm90 kernels as rows.
 
 The planner chooses the first tile that fits the target's shared memory. The later tiles are for GPUs with 99 KiB of
-shared memory per block, and for features that leave the first tile too few registers. The notes beside the kernels
-say what each tile was measured against. For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements
+shared memory per block, and for features that leave the first tile too few registers. A row says all of one decision:
+the tile with its options, the sizes for which it is tried and its speed (`row.py`). The notes beside the kernels say
+what each tile was measured against. For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements
 with GPU, clock, commit and command: tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists
 the tiles that have none.
 """
@@ -11,46 +12,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS as MLA_HEAD_DIMS
 from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import (
-    DS_REGISTERS,
-    E4M3,
-    E4M3_CACHE,
-    KEY_REGISTERS,
-    MLA,
-    MULTICAST,
-    PER_HEAD,
-    PERSISTENT,
-    QUERY_HEADS,
-    SPLIT_D,
-    TWO_CTA,
-    WIDE,
-)
+from cutlass_py_attn.launch.variants import PERSISTENT, SPLIT_D, SPLIT_KV, STANDARD
+from cutlass_py_attn.plan import tile_time
+from cutlass_py_attn.plan.backward_choice import few_keys, key_stages, per_head, query_heads
+from cutlass_py_attn.plan.problem_kind import ProblemKind
+from cutlass_py_attn.plan.row import ANY_DIMS, Row, Rule, Speed, always
 from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import FLOAT8, Shape
 from cutlass_py_attn.score_terms import registry
 
-_Table = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
+_Tiles = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
+_Rows = tuple[Row, ...]
+_Table = Mapping[int, _Rows]
 
 _BLACKWELL = ("sm_100", "sm_120")
-_FORWARD_16: _Table = {
+_FORWARD_16: _Tiles = {
     64: (TileConfig(128, 128, 4, not_on=_BLACKWELL), TileConfig(128, 64, 4)),
     128: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4)),
     256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
 }
 # With score terms or dropout a thread needs registers for these, so tiles are narrower.
-_FORWARD_16_SCORE_MOD: _Table = {
+_FORWARD_16_SCORE_MOD: _Tiles = {
     64: (TileConfig(128, 64, 4), TileConfig(64, 64, 4)),
     128: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
     256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
 }
-_FORWARD_32: _Table = {
+_FORWARD_32: _Tiles = {
     64: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4, 1, 0, 3), TileConfig(64, 32, 4, 1, 0, 3)),
     128: (
         TileConfig(128, 32, 4, not_on=_BLACKWELL),
@@ -58,13 +53,13 @@ _FORWARD_32: _Table = {
         TileConfig(64, 32, 4, 1, 0, 3),
     ),
 }
-_FORWARD_32_SCORE_MOD: _Table = {
+_FORWARD_32_SCORE_MOD: _Tiles = {
     64: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4, 1, 0, 3)),
     128: (TileConfig(128, 32, 4), TileConfig(64, 32, 4, 1, 0, 3)),
 }
 # With a tile of the bias in shared memory, only one wide block fits on an SM.
-_FORWARD_32_BIAS: _Table = {64: _FORWARD_32_SCORE_MOD[64], 128: (TileConfig(64, 32, 4, 1, 0, 3),)}
-_BACKWARD_16: _Table = {
+_FORWARD_32_BIAS: _Tiles = {64: _FORWARD_32_SCORE_MOD[64], 128: (TileConfig(64, 32, 4, 1, 0, 3),)}
+_BACKWARD_16: _Tiles = {
     32: (TileConfig(64, 128, 4, 2, 2), TileConfig(64, 64, 4, 2, 2)),
     64: (TileConfig(128, 128, 8, 2, 2), TileConfig(64, 64, 4, 2, 2)),
     96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
@@ -77,7 +72,7 @@ _BACKWARD_16: _Table = {
     ),
     256: (TileConfig(64, 64, 8, 2, 2), TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1)),
 }
-_BACKWARD_16_SCORE_MOD: _Table = {
+_BACKWARD_16_SCORE_MOD: _Tiles = {
     **_BACKWARD_16,
     96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 128, 8, 2, 2), TileConfig(64, 64, 8, 1, 1)),
     128: (
@@ -88,7 +83,7 @@ _BACKWARD_16_SCORE_MOD: _Table = {
     ),
 }
 # The slope of softcap stays in registers from S to dS.
-_BACKWARD_16_SOFTCAP: _Table = {
+_BACKWARD_16_SOFTCAP: _Tiles = {
     64: (TileConfig(64, 64, 4, 2, 2), TileConfig(64, 64, 8, 1, 1)),
     96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
     128: (
@@ -100,20 +95,20 @@ _BACKWARD_16_SOFTCAP: _Table = {
     160: (TileConfig(64, 96, 8, 1, 1), TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
     256: (TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
 }
-_BACKWARD_32: _Table = {
+_BACKWARD_32: _Tiles = {
     64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1)),
     128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 32, 8, 1, 1)),
 }
-_BACKWARD_32_SCORE_MOD: _Table = {
+_BACKWARD_32_SCORE_MOD: _Tiles = {
     64: (TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
     128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1, 3), TileConfig(32, 32, 8, 1, 1)),
 }
-_BACKWARD_32_SOFTCAP: _Table = {
+_BACKWARD_32_SOFTCAP: _Tiles = {
     64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
     128: _BACKWARD_32_SCORE_MOD[128],
 }
 # By direction, whether float32, and the feature that needs more registers or shared memory.
-_TABLES: dict[tuple[str, bool], dict[str, _Table]] = {
+_TABLES: dict[tuple[str, bool], dict[str, _Tiles]] = {
     ("forward", False): {"": _FORWARD_16, "score_mod": _FORWARD_16_SCORE_MOD},
     ("forward", True): {"": _FORWARD_32, "score_mod": _FORWARD_32_SCORE_MOD, "bias": _FORWARD_32_BIAS},
     ("backward", False): {"": _BACKWARD_16, "score_mod": _BACKWARD_16_SCORE_MOD, "softcap": _BACKWARD_16_SOFTCAP},
@@ -145,149 +140,225 @@ _SPLIT_D: dict[tuple[str, bool], tuple[TileConfig, ...]] = {
         TileConfig(32, 64, 8, 2, 2, head_dim_split=128, variant=SPLIT_D),
     ),
 }
-# By head_dim_value. One of the warpgroups loads. tile_time.py says when a short problem has another than the first.
+# Why rows have no speed.
+_LATER: Final = "it is for features that leave the tiles before it too few registers"
+_LONG: Final = "its table was measured in long sequences alone"
+_BY_RULES: Final = "no estimate chooses among backwards: the order and the rules of their tables do"
+_BY_MEASUREMENTS: Final = "its times fit no estimate: blocks wait for memory"
+_NO_OTHER: Final = "its table has no other tile"
+# By head_dim_value. One of the warpgroups loads. Halves are slower than whole key tiles with 128 columns, and with 32
+# without a mask; float16 has option shared_end alone. Speeds are fits of the measurements in
+# kernels/sm90/NOTES-short-forward.md, of bf16 on an H200; those of 192x96 and 128x128 at head dim 96 are fitted to
+# s 8192 as well.
+_SM90_FORWARD_64: _Rows = (
+    Row("192x128x16:2-speculative-halves", {64: Speed(1100, 1440)}, dims=(32, 64)),
+    Row("128x128x12:2-speculative", {64: Speed(860, 1120)}, dims=(0, 96)),
+    Row("128x208x12:2-plain", {64: Speed(860, 1910)}, when=tile_time.one_key_tile, any_length=False),
+    Row("64x128x8:2-speculative", {64: Speed(400, 840)}, dims=(0, 128), any_length=False),
+    Row("64x64x8:2-plain", {64: Speed(300, 500)}, any_length=False),
+)
 _SM90_FORWARD: _Table = {
-    64: (
-        TileConfig(192, 128, 16, 2),
-        TileConfig(128, 128, 12, 2),
-        TileConfig(128, 208, 12, 2),
-        TileConfig(64, 128, 8, 2),
-        TileConfig(64, 64, 8, 2),
+    32: (
+        Row("192x128x16:2-speculative", {64: Speed(1100, 1440)}, dims=(0, 32), masks=("full",)),
+        Row("192x128x16:2-speculative-halves", {64: Speed(1100, 1440)}, dims=(0, 32), masks=("causal",)),
+        *_SM90_FORWARD_64[1:],
     ),
+    64: _SM90_FORWARD_64,
     96: (
-        TileConfig(192, 112, 16, 2),
-        TileConfig(192, 96, 16, 2),
-        TileConfig(128, 128, 12, 2),
-        TileConfig(128, 64, 12, 2),
-        TileConfig(128, 208, 12, 2),
-        TileConfig(64, 128, 8, 2),
-        TileConfig(64, 64, 8, 2),
+        Row("192x112x16:2-speculative", {96: Speed(1380, 1600)}, dims=(64, 96), when=tile_time.long_if_causal),
+        Row("192x96x16:2-speculative", {96: Speed(1380, 1400)}, dims=(64, 96)),
+        Row("128x128x12:2-speculative", {96: Speed(930, 1350)}, dims=(0, 96)),
+        Row("128x64x12:2-plain", _LATER),
+        Row("128x208x12:2-plain", {96: Speed(930, 2310)}, when=tile_time.one_key_tile, any_length=False),
+        Row("64x128x8:2-speculative", {96: Speed(500, 950)}, dims=(0, 128), any_length=False),
+        Row("64x64x8:2-plain", {96: Speed(350, 560)}, any_length=False),
     ),
     128: (
-        TileConfig(128, 128, 12, 2, variant=MULTICAST),
-        TileConfig(128, 128, 12, 2),
-        TileConfig(128, 64, 12, 2),
-        TileConfig(64, 128, 8, 2),
-        TileConfig(64, 64, 8, 2),
+        Row(
+            "128x128x12:2+multicast-speculative",
+            {128: Speed(2000, 1370)},
+            dims=(96, 192),
+            when=tile_time.long_sequences,
+            any_length=False,
+        ),
+        Row(
+            "128x128x12:2-speculative-shared_end-bits",
+            {96: Speed(930, 1350), 128: Speed(2000, 1370)},
+            dims=(96, 192),
+        ),
+        Row(
+            "128x64x12:2-speculative",
+            _BY_MEASUREMENTS,
+            dims=(96, 128),
+            masks=("full", "causal"),
+            measured=tile_time.half_key_tiles,
+        ),
+        Row("128x64x12:2-plain", _LATER, masks=("local",)),
+        Row("64x128x8:2-speculative", {96: Speed(500, 950), 128: Speed(1000, 1070)}, dims=(0, 128), any_length=False),
+        Row(
+            "64x64x8:2-plain",
+            {96: Speed(350, 560), 128: Speed(600, 640)},
+            measured=tile_time.half_query_tiles,
+            any_length=False,
+        ),
     ),
-    256: (TileConfig(128, 64, 12, 2), TileConfig(64, 64, 8, 2)),
+    256: (
+        Row("128x64x12:2-speculative-shared_end-bits", {256: Speed(2700, 1120)}, dims=(128, 256)),
+        Row("64x64x8:2-speculative", {256: Speed(1400, 900)}, dims=(128, 256), any_length=False),
+    ),
 }
 # With terms that ask for the tile table score_mod, three warpgroups have no registers for a wide tile.
 _SM90_FORWARD_SCORE_MOD: _Table = {
-    64: (TileConfig(192, 64, 16, 2), TileConfig(128, 128, 12, 2)),
+    64: (
+        Row("192x64x16:2-plain", {64: Speed(1760, 1140)}),  # with ALiBi; with a bias a key tile takes 2.15 us
+        Row("128x128x12:2-plain", {64: Speed(860, 1120)}),
+    ),
     128: _SM90_FORWARD[128],
     256: _SM90_FORWARD[256],
 }
 # Nor with two edges of a mask.
 _SM90_FORWARD_LOCAL: _Table = {
-    **_SM90_FORWARD,
-    64: _SM90_FORWARD[64][1:2],
-    96: _SM90_FORWARD[96][1:4],
+    64: (Row("128x128x12:2-speculative-bits", _LONG, dims=(0, 96)),),
+    96: (
+        Row("192x96x16:2-speculative-bits", _LONG, dims=(64, 96)),
+        Row("128x128x12:2-speculative-bits", _LONG, dims=(0, 96)),
+        Row("128x64x12:2-plain", _LATER),
+    ),
+    128: _SM90_FORWARD[128],
+    256: _SM90_FORWARD[256],
 }
 # By the wider head dim.
-_SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, variant=WIDE),)}
-_SM90_FORWARD_MLA: _Table = {max(MLA_HEAD_DIMS): (TileConfig(64, 64, 12, 2, variant=MLA),)}
+_SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (Row("64x64x12:2+wide", _NO_OTHER),)}
+_SM90_FORWARD_MLA: _Table = {max(MLA_HEAD_DIMS): (Row("64x64x12:2+mla", _NO_OTHER),)}
 # The later tiles are for features that leave the first too few registers.
 _SM90_FORWARD_E4M3: _Table = {
-    64: (TileConfig(192, 128, 16, 2, variant=E4M3), TileConfig(128, 128, 12, 2, variant=E4M3)),
-    192: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
-    256: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+    64: (
+        Row("192x128x16:2+e4m3-speculative", _LONG, dims=(0, 64)),
+        Row("128x128x12:2+e4m3-speculative", _LATER, dims=(0, 192)),
+    ),
+    192: (
+        Row("128x128x12:2+e4m3-speculative", _LONG, dims=(0, 192)),
+        Row("128x64x12:2+e4m3-plain", _LATER),
+    ),
+    256: (
+        Row("128x64x12:2+e4m3-speculative-bits", _LONG, dims=(192, 256)),
+        Row("64x64x8:2+e4m3-plain", _LATER),
+    ),
 }
 _SM90_FORWARD_E4M3_LOCAL: _Table = {
-    64: (TileConfig(128, 128, 12, 2, variant=E4M3), TileConfig(128, 64, 12, 2, variant=E4M3)),
-    192: (TileConfig(128, 64, 12, 2, variant=E4M3), TileConfig(64, 64, 8, 2, variant=E4M3)),
+    64: (
+        Row("128x128x12:2+e4m3-speculative-bits", _LONG, dims=(0, 192)),
+        Row("128x64x12:2+e4m3-plain", _LATER),
+    ),
+    192: (Row("128x64x12:2+e4m3-plain", _LONG), Row("64x64x8:2+e4m3-plain", _LATER)),
     256: _SM90_FORWARD_E4M3[256],
 }
 # By the wider head dim, whose codes of a tile a warpgroup has in registers. Windows and score terms leave the other
 # warpgroups registers for fewer keys.
 _SM90_FORWARD_E4M3_CACHE: _Table = {
-    64: (TileConfig(192, 96, 16, 2, variant=E4M3_CACHE), TileConfig(128, 128, 12, 2, variant=E4M3_CACHE)),
-    128: (TileConfig(128, 128, 12, 2, variant=E4M3_CACHE), TileConfig(128, 64, 12, 2, variant=E4M3_CACHE)),
-    256: (TileConfig(128, 64, 12, 2, variant=E4M3_CACHE), TileConfig(64, 64, 8, 2, variant=E4M3_CACHE)),
-}
-_SM90_FORWARD_E4M3_CACHE_TERMS: _Table = {
-    64: (TileConfig(128, 128, 12, 2, variant=E4M3_CACHE), TileConfig(128, 64, 12, 2, variant=E4M3_CACHE)),
-    128: (TileConfig(128, 64, 12, 2, variant=E4M3_CACHE), TileConfig(64, 64, 8, 2, variant=E4M3_CACHE)),
-    256: _SM90_FORWARD_E4M3_CACHE[256],
-}
-_SM90_BACKWARD: _Table = {
     64: (
-        TileConfig(64, 64, 12, 4, 3),
-        TileConfig(128, 64, 12, 3, 2),
-        TileConfig(64, 128, 16, 4, 3, key_stages=2, variant=PER_HEAD),
-        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
-        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=KEY_REGISTERS),
-        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=DS_REGISTERS),
-        TileConfig(128, 128, 16, 3, 2, key_stages=2),
-    ),
-    96: (
-        TileConfig(64, 64, 12, 3, 2),
-        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
-        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
-        TileConfig(64, 128, 16, 3, 2, variant=DS_REGISTERS),
-        TileConfig(64, 128, 16, 3, 2),
+        Row("192x96x16:2+e4m3_cache-speculative", _LONG, dims=(32, 64)),
+        Row("128x128x12:2+e4m3_cache-plain", _LATER),
     ),
     128: (
-        TileConfig(64, 64, 12, 3, 2),
-        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
-        TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
-        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=QUERY_HEADS),
-        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
-        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=DS_REGISTERS),
-        TileConfig(64, 128, 16, 3, 2, key_stages=2),
-        TileConfig(64, 128, 16, 3, 2),
+        Row("128x128x12:2+e4m3_cache-speculative", _LONG, dims=(64, 128)),
+        Row("128x64x12:2+e4m3_cache-plain", _LATER),
     ),
-    192: (TileConfig(64, 64, 16, 3, 2, variant=TWO_CTA), TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA)),
-    256: (TileConfig(64, 64, 16, 2, 2, variant=TWO_CTA),),
+    256: (Row("128x64x12:2+e4m3_cache-plain", _LONG), Row("64x64x8:2+e4m3_cache-plain", _LATER)),
+}
+_SM90_FORWARD_E4M3_CACHE_TERMS: _Table = {
+    64: (Row("128x128x12:2+e4m3_cache-plain", _LONG), Row("128x64x12:2+e4m3_cache-plain", _LATER)),
+    128: (Row("128x64x12:2+e4m3_cache-plain", _LONG), Row("64x64x8:2+e4m3_cache-plain", _LATER)),
+    256: _SM90_FORWARD_E4M3_CACHE[256],
+}
+
+
+def _backward(text: str, when: Rule = always, dims: tuple[int, int] = ANY_DIMS) -> Row:
+    """Returns the row of a backward; one with a rule over sizes is not for sequences of any lengths."""
+    return Row(text, _BY_RULES, dims, when=when, any_length=when in (always, key_stages))
+
+
+_SM90_BACKWARD_64: _Rows = (
+    _backward("64x64x12:4,3-plain", few_keys),
+    _backward("128x64x12:3,2-plain", few_keys),
+    _backward("64x128x16:4,3k2+per_head", per_head),
+    _backward("128x128x16:3,2k2+per_head", per_head),
+)
+_SM90_BACKWARD_96: _Rows = (
+    _backward("64x64x12:3,2-plain", few_keys),
+    _backward("64x128x16:3,2k2+per_head", per_head),
+    _backward("64x128x16:3,2+query_heads", query_heads),
+    _backward("64x128x16:3,2+ds_registers-shared_end", dims=(64, 128)),
+    _backward("64x128x16:3,2-plain"),
+)
+_SM90_BACKWARD_128: _Rows = (
+    _backward("64x64x12:3,2-plain", few_keys),
+    _backward("64x128x16:3,2k2+per_head", per_head),
+    _backward("64x128x16:3,2+per_head", per_head),
+    _backward("64x128x16:3,2k2+query_heads", query_heads),
+    _backward("64x128x16:3,2+query_heads", query_heads),
+)
+_SM90_BACKWARD: _Table = {
+    64: (
+        *_SM90_BACKWARD_64,
+        _backward("128x128x16:3,2k2+key_registers-plain", key_stages),
+        _backward("128x128x16:3,2k2+ds_registers-shared_end", dims=(0, 64)),
+        _backward("128x128x16:3,2k2-plain"),
+    ),
+    96: _SM90_BACKWARD_96,
+    128: (
+        *_SM90_BACKWARD_128,
+        _backward("64x128x16:3,2k2+ds_registers-plain"),
+        _backward("64x128x16:3,2k2-plain"),
+        _backward("64x128x16:3,2-plain"),
+    ),
+    192: (_backward("64x64x16:3,2+2cta"), _backward("64x64x16:2,2+2cta")),
+    256: (_backward("64x64x16:2,2+2cta"),),
 }
 # Without a mask one stage of K is 1 to 2 % faster at d 128 from s 4096 on, and as fast at s 2048; under a causal mask
 # it loses 1 % at s 2048. At d 64 parts of key tiles are slower with the default usage level.
 _SM90_BACKWARD_FULL: _Table = {
     **_SM90_BACKWARD,
-    64: tuple(
-        replace(tile, register_usage_level=7) if tile.variant == KEY_REGISTERS else tile for tile in _SM90_BACKWARD[64]
+    64: (
+        *_SM90_BACKWARD_64,
+        _backward("128x128x16:3,2@7k2+key_registers-shared_end", key_stages, dims=(0, 64)),
+        *_SM90_BACKWARD[64][5:],
     ),
-    128: tuple(replace(tile, key_stages=1) if tile.variant == DS_REGISTERS else tile for tile in _SM90_BACKWARD[128]),
+    128: (
+        *_SM90_BACKWARD_128,
+        _backward("64x128x16:3,2+ds_registers-shared_end", dims=(64, 128)),
+        *_SM90_BACKWARD[128][6:],
+    ),
 }
-_SM90_BACKWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (TileConfig(64, 64, 12, 2, 2, variant=WIDE),)}
+_SM90_BACKWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (_backward("64x64x12:2,2+wide"),)}
 # Key stages of narrow heads: with a mask, two are 2 to 7 % faster in variant key_registers, and were slower in the
 # standard variant, unless the gradients are deterministic; with dropout, two leave little shared memory for its bits.
 _SM90_BACKWARD_MASKED: _Table = {
     **_SM90_BACKWARD,
     64: (
-        *_SM90_BACKWARD[64][:4],
-        TileConfig(128, 128, 16, 3, 2, variant=QUERY_HEADS),
-        TileConfig(128, 128, 16, 3, 2, key_stages=2, variant=KEY_REGISTERS),
-        TileConfig(128, 128, 16, 3, 2, variant=KEY_REGISTERS),
-        TileConfig(128, 128, 16, 3, 2, variant=DS_REGISTERS),
-        TileConfig(128, 128, 16, 3, 2),
+        *_SM90_BACKWARD_64,
+        _backward("128x128x16:3,2+query_heads", query_heads),
+        _SM90_BACKWARD[64][4],
+        _backward("128x128x16:3,2+key_registers-plain"),
+        _backward("128x128x16:3,2+ds_registers-plain"),
+        _backward("128x128x16:3,2-plain"),
     ),
 }
 # A tile of the bias takes the shared memory of the second key stage, and of narrow heads that of 64 queries.
 _SM90_BACKWARD_BIAS: _Table = {
     64: (
-        TileConfig(64, 128, 16, 4, 3, key_stages=2, variant=PER_HEAD),
-        TileConfig(64, 128, 16, 4, 3, variant=QUERY_HEADS),
-        TileConfig(64, 128, 16, 4, 3, key_stages=2),
-        TileConfig(64, 128, 16, 4, 3),
+        _backward("64x128x16:4,3k2+per_head", per_head),
+        _backward("64x128x16:4,3+query_heads", query_heads),
+        _backward("64x128x16:4,3k2-plain"),
+        _backward("64x128x16:4,3-plain"),
     ),
-    96: (
-        TileConfig(64, 128, 16, 3, 2, key_stages=2, variant=PER_HEAD),
-        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
-        TileConfig(64, 128, 16, 3, 2, variant=DS_REGISTERS),
-        TileConfig(64, 128, 16, 3, 2),
-    ),
-    128: (
-        TileConfig(64, 128, 16, 3, 2, variant=PER_HEAD),
-        TileConfig(64, 128, 16, 3, 2, variant=QUERY_HEADS),
-        TileConfig(64, 128, 16, 3, 2, variant=DS_REGISTERS),
-        TileConfig(64, 128, 16, 3, 2),
-    ),
+    96: _SM90_BACKWARD_96[1:],
+    128: (_SM90_BACKWARD_128[2], *_SM90_BACKWARD_128[4:], *_SM90_BACKWARD_96[3:]),
 }
 _SM90_BACKWARD_SCORE_ROWS: _Table = {
     192: (  # dK and dV leave few registers
-        TileConfig(64, 128, 16, 5, 4, score_rows=32, variant=QUERY_HEADS),
-        TileConfig(64, 128, 16, 5, 4, score_rows=32),
+        _backward("64x128x16:5,4q32+query_heads", query_heads),
+        _backward("64x128x16:5,4q32-plain"),
     )
 }
 SM90: dict[str, _Table] = {
@@ -308,22 +379,22 @@ SM90: dict[str, _Table] = {
     "backward wide": _SM90_BACKWARD_WIDE,
 }
 # Decode kernels by the wider of both head dims; tile_m counts rows of queries and heads, stages are those of a team.
-_DECODE_16: _Table = {
+_DECODE_16: _Tiles = {
     64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
     128: (TileConfig(16, 128, 8, 3), TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
     256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
 }
-_DECODE_32: _Table = {
+_DECODE_32: _Tiles = {
     64: (TileConfig(16, 128, 8, 3), TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
     128: (TileConfig(16, 64, 4, 3), TileConfig(16, 32, 2, 3), TileConfig(16, 32, 2, 2)),
 }
 # For more than 16 rows, and for more than 32 rows.
-_DECODE_16_ROWS: _Table = {
+_DECODE_16_ROWS: _Tiles = {
     64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
     128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
 }
-_DECODE_32_ROWS: _Table = {64: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2))}
-_DECODE_16_MORE: _Table = {
+_DECODE_32_ROWS: _Tiles = {64: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2))}
+_DECODE_16_MORE: _Tiles = {
     64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
     128: (
         TileConfig(64, 128, 8, 2, not_on=_BLACKWELL),
@@ -332,12 +403,12 @@ _DECODE_16_MORE: _Table = {
         TileConfig(32, 64, 4, 2),
     ),
 }
-_DECODE: dict[bool, dict[int, _Table]] = {  # by whether float32, and up to how many rows
+_DECODE: dict[bool, dict[int, _Tiles]] = {  # by whether float32, and up to how many rows
     False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
 # The persistent kernel for a cache in pages has two blocks on an SM where they fit.
-_PERSISTENT_16: _Table = {
+_PERSISTENT_16: _Tiles = {
     64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
     128: (TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
     256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
@@ -345,33 +416,33 @@ _PERSISTENT_16: _Table = {
 # With so few rows (sequences times key heads) a block has hardly more than one, and one block on an SM has fewer pieces
 # to join: 8 % faster at 1 x 8192 keys and 4 % at 8 x 8192 than two blocks, but 5 % slower at 256 x 1024 (H200).
 _FEW_ROWS = 128
-_PERSISTENT_16_FEW: _Table = {
+_PERSISTENT_16_FEW: _Tiles = {
     **_PERSISTENT_16,
     128: (TileConfig(16, 128, 8, 3), *_PERSISTENT_16[128]),
 }
-_PERSISTENT_16_MORE: _Table = {
+_PERSISTENT_16_MORE: _Tiles = {
     **_DECODE_16_MORE,
     128: (TileConfig(64, 128, 8, 3, not_on=_BLACKWELL), *_DECODE_16_MORE[128][1:]),
 }
-_PERSISTENT: dict[bool, dict[int, _Table]] = {
+_PERSISTENT: dict[bool, dict[int, _Tiles]] = {
     False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _PERSISTENT_16_MORE},
     True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
 }
 # With an e4m3 cache: a warp has 32 keys, whose conversions hide each other's latency.
-_KV8_16: _Table = {
+_KV8_16: _Tiles = {
     64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
     128: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 3)),
     256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
 }
-_KV8_16_ROWS: _Table = {
+_KV8_16_ROWS: _Tiles = {
     64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
     128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
 }
-_KV8_16_MORE: _Table = {
+_KV8_16_MORE: _Tiles = {
     64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
     128: (TileConfig(64, 64, 8, 3), TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
 }
-_KV8: dict[int, _Table] = {16: _KV8_16, 32: _KV8_16_ROWS, 64: _KV8_16_MORE}
+_KV8: dict[int, _Tiles] = {16: _KV8_16, 32: _KV8_16_ROWS, 64: _KV8_16_MORE}
 
 
 def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
@@ -383,54 +454,72 @@ def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
     if widest > max(table):
         return _SPLIT_D[problem.direction, wide]
     return (
-        *table[min(size for size in table if size >= _accumulator_head_dim(problem))],
+        *table[min(size for size in table if size >= _accumulator_head_dim(ProblemKind.of(problem)))],
         *_SPLIT_D[problem.direction, wide],
     )
 
 
+def sm90_rows(kind: ProblemKind) -> tuple[Row, ...]:
+    """Returns the rows of the sm90 family for problems of a kind, in the order in which they are tried."""
+    table, head_dim = table_key(kind)
+    return tuple(row for row in SM90[table][head_dim] if kind.form in row.masks)
+
+
 def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """Returns the tiles of the sm90 family for this problem, the fastest first, with their options."""
-    table, head_dim = table_key(problem)
-    return tuple(with_options(problem, tile) for tile in SM90[table][head_dim])
+    """Returns the tiles of `sm90_rows`."""
+    kind = ProblemKind.of(problem)
+    return tuple(row.tile_for(kind) for row in sm90_rows(kind))
 
 
-def table_key(problem: Problem) -> tuple[str, int]:
-    """Returns the key of this problem's tiles in SM90: (name of the table, widest head dim that they serve)."""
-    widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
-    needs_registers = problem.mask.form.has_left or any(t.needs_registers_sm90 for t in registry.present(problem))
-    if is_mla(problem):
-        name, served = "forward mla", problem.shape.head_dim
-    elif problem.dtype == FLOAT8:
-        name = "forward e4m3 local" if problem.mask.form.has_left else "forward e4m3"
-        served = problem.shape.head_dim_value
-    elif problem.has_e4m3_cache:
-        name, served = "forward e4m3 cache terms" if needs_registers else "forward e4m3 cache", widest
+def nearest_row(kind: ProblemKind, tile: TileConfig) -> Row:
+    """Returns the row of the tile, else the first with the most in common: variant, tile_m and tile_n, any lengths."""
+    variant = STANDARD if tile.variant == SPLIT_KV else tile.variant
+
+    def in_common(row: Row) -> tuple[bool, ...]:
+        own = row.tile
+        has_its_size = (own.tile_m, own.tile_n) == (tile.tile_m, tile.tile_n)
+        return own.variant == variant, replace(tile, options=own.options) == own, has_its_size, row.any_length
+
+    return max(sm90_rows(kind), key=in_common)
+
+
+def with_nearest_options(problem: Problem, tile: TileConfig) -> TileConfig:
+    """Returns a tile of the sm90 family; one that leaves its options open gets those of the nearest row."""
+    if tile.options is not None:
+        return tile
+    kind = ProblemKind.of(problem)
+    return with_options(kind, tile, nearest_row(kind, tile).options_for(kind))
+
+
+def table_key(kind: ProblemKind) -> tuple[str, int]:
+    """Returns the key of a kind's rows in SM90: (name of the table, widest head dim that they serve)."""
+    widest = max(kind.dims)
+    has_terms = any(term.needs_registers_sm90 for term in registry.of_features(kind.features))
+    if kind.is_mla:
+        name, served = "forward mla", kind.head_dim
+    elif kind.dtype == FLOAT8:
+        name, served = "forward e4m3 local" if kind.form.has_left else "forward e4m3", kind.head_dim_value
+    elif registry.KV8 in kind.features:
+        name = "forward e4m3 cache terms" if kind.form.has_left or has_terms else "forward e4m3 cache"
+        served = widest
     elif widest > SM90_MAX_HEAD_DIM:
-        name, served = f"{problem.direction} wide", widest
-    elif problem.direction == "backward":
-        is_masked = (not problem.mask.form.sees_all and not problem.deterministic) or "dropout" in problem.features
-        plain = "backward" if problem.deterministic else "backward full"
-        name, served = "backward masked" if is_masked else plain, _accumulator_head_dim(problem)
-        name = "backward bias" if "bias" in problem.features and served <= NARROW_HEAD_DIM else name
-        name = "backward score_rows" if splits_score_rows(problem.shape) else name
-    elif any(term.needs_registers_sm90 for term in registry.present(problem)):
-        name, served = "forward score_mod", problem.shape.head_dim_value
+        name, served = f"{kind.direction} wide", widest
+    elif kind.direction == "backward":
+        is_masked = (not kind.form.sees_all and not kind.deterministic) or "dropout" in kind.features
+        plain = "backward" if kind.deterministic else "backward full"
+        name, served = "backward masked" if is_masked else plain, _accumulator_head_dim(kind)
+        name = "backward bias" if "bias" in kind.features and served <= NARROW_HEAD_DIM else name
+        name = "backward score_rows" if splits_score_rows(kind) else name
+    elif has_terms:
+        name, served = "forward score_mod", kind.head_dim_value
     else:
-        name = "forward local" if problem.mask.form.has_left else "forward"
-        served = problem.shape.head_dim_value
+        name, served = "forward local" if kind.form.has_left else "forward", kind.head_dim_value
     return name, min(size for size in SM90[name] if size >= served)
 
 
-def is_mla(problem: Problem) -> bool:
-    """Returns whether this is the forward of a latent cache that variant mla serves: value is in key, 576 / 512."""
-    dims = problem.shape.head_dim, problem.shape.head_dim_value
-    is_forward = problem.direction == "forward" and problem.dtype != FLOAT8
-    return is_forward and problem.value_in_key and dims == MLA_HEAD_DIMS
-
-
-def splits_score_rows(shape: Shape) -> bool:
+def splits_score_rows(problem: Shape | ProblemKind) -> bool:
     """Returns whether these head dims leave the sm90 backward registers for scores of a part of a query tile."""
-    dims = shape.head_dim, shape.head_dim_value
+    dims = problem.head_dim, problem.head_dim_value
     return max(dims) > NARROW_HEAD_DIM and all(
         dim <= most for dim, most in zip(dims, SCORE_ROWS_HEAD_DIMS, strict=True)
     )
@@ -451,20 +540,20 @@ def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
         table = tables[min(tables)]
     if table is _PERSISTENT_16 and not is_invariant and shape.batch * shape.num_heads_key <= _FEW_ROWS:
         table = _PERSISTENT_16_FEW
-    found = table[min(size for size in table if size >= widest)]
-    return tuple(replace(tile, variant=PERSISTENT) for tile in found) if is_persistent else found
+    tiles = table[min(size for size in table if size >= widest)]
+    return tuple(replace(tile, variant=PERSISTENT) for tile in tiles) if is_persistent else tiles
 
 
-def _accumulator_head_dim(problem: Problem) -> int:
-    """Returns the head dim that decides the tile of this problem's two head dims.
+def _accumulator_head_dim(kind: ProblemKind) -> int:
+    """Returns the head dim that decides the tile of both head dims.
 
     A 16-bit forward accumulates O alone, a backward dK and dV. Narrow heads have registers for the wider of these.
     """
-    dims = problem.shape.head_dim, problem.shape.head_dim_value
-    if problem.dtype == "float32":
+    dims = kind.dims
+    if kind.dtype == "float32":
         return max(dims)
-    if problem.direction == "forward":
-        return dims[1]
+    if kind.direction == "forward":
+        return kind.head_dim_value
     return max(dims) if max(dims) <= NARROW_HEAD_DIM else max(ceil_div(sum(dims), 2), NARROW_HEAD_DIM + 1)
 
 

@@ -27,8 +27,7 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
+from cutlass_py_attn.plan.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
 from tests.cases import decode_cases, distance_squared, serving_cases, suite

@@ -19,7 +19,7 @@ from cutlass_py_attn.launch.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
+from cutlass_py_attn.plan.tile_time import MULTICAST_LENGTH
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import accuracy, check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case

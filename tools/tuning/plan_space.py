@@ -13,10 +13,9 @@ from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
-from cutlass_py_attn.plan import planner, resources, sm90_choice
+from cutlass_py_attn.plan import families, planner, resources, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tiles import is_mla
+from cutlass_py_attn.plan.problem_kind import is_mla
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import FLOAT8
@@ -144,15 +143,14 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
 
 
 def grid(problem: Problem, family: str) -> Iterator[TileConfig]:
-    """Yields every tile of the default grid, with the options that the planner would have it with."""
+    """Yields every tile of the default grid."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
     axes = _GRIDS[family, problem.direction, widest > MAX_HEAD_DIM]
     if family == "sm90" and is_mla(problem):
         axes = _MLA_GRID
     for values in product(*axes.values()):
         fields: dict[str, Any] = dict(zip(axes, values, strict=True))
-        tile = TileConfig(**fields)
-        yield with_options(problem, tile) if family == "sm90" else tile
+        yield TileConfig(**fields)
 
 
 def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileConfig] = ()) -> list[Candidate]:
@@ -169,7 +167,8 @@ def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileCon
 
 
 def _candidate(problem: Problem, family: str, arch: str, tile: TileConfig) -> Candidate:
-    limits = architecture(arch)
+    """Returns the candidate of a tile, with the options that `plan_with_tile` gives it."""
+    limits, tile = architecture(arch), families.FAMILIES[family].with_options(problem, tile)
     build, objections = build_for(problem, arch, tile, family)
     objections = objections or resources.objections(build, limits)
     if family == "sm90" and not objections and not sm90_choice.applies(problem, tile, limits.num_sms):

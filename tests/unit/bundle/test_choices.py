@@ -6,16 +6,18 @@ import random
 
 import pytest
 
-from cutlass_py_attn.bundle.dispatch import ALWAYS, NEVER, order_key, preferred_when
+from cutlass_py_attn.bundle.dispatch import ALWAYS, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import names_of
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS
+from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, STANDARD
 from cutlass_py_attn.plan import backward_choice, planner, resources, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.preconditions import conditions
-from cutlass_py_attn.plan.tiles import sm90_tiles
+from cutlass_py_attn.plan.problem_kind import ProblemKind
+from cutlass_py_attn.plan.row import NEVER
+from cutlass_py_attn.plan.tiles import sm90_rows, sm90_tiles
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
@@ -23,22 +25,26 @@ from tests.support.bundles import problem_of
 
 ARCH = "sm_90a"
 LENGTHS = (1, 63, 64, 65, 100, 128, 129, 200, 256, 257, 384, 500, 512, 513, 700, 1024, 1500, 2048, 3000, 4096, 9000)
+SHORT_LENGTHS = (1, 64, 65, 100, 128, 129, 197, 208, 209, 256, 300, 384, 500, 512, 700, 768, 1024, 1500, 2048, 2049)
 MASKS = (Full(), Causal(), CausalBottomRight(), Window(100, 30), Window(1000, 0))
 DIMS = ((64, 64), (32, 64), (96, 96), (128, 128), (96, 64))
 
 
-def kernels(problem: Problem) -> dict[Build, int]:
-    """The kernels of all tiles of the problem's table that can be built, by their place in it."""
-    found = {}
-    for place, tile in enumerate(sm90_tiles(problem)):
-        build, objections = build_for(problem, ARCH, tile, "sm90")
-        if ARCH not in tile.not_on and not (objections or resources.objections(build, architecture(ARCH))):
-            found[build] = place
-    return found
+def kernels(problem: Problem) -> list[Build]:
+    """The kernels of all rows of the problem's table that can be built, with whole query tiles and in parts."""
+    kind = ProblemKind.of(problem)
+    tiles = [row.tile_for(kind) for row in sm90_rows(kind)]
+    if not sm90_choice.split_kv_objection(problem):
+        tiles += [sm90_choice.in_parts(kind, row) for row in sm90_rows(kind) if row.tile.variant == STANDARD]
+    built = (build_for(problem, ARCH, tile, "sm90") for tile in dict.fromkeys(tiles) if ARCH not in tile.not_on)
+    return [
+        build for build, objections in built
+        if not (objections or resources.objections(build, architecture(ARCH)))
+    ]  # fmt: skip
 
 
-def chosen(problem: Problem, builds: dict[Build, int], num_sms: int) -> int | None:
-    """The place of the kernel that a library with all of them chooses: the first of those that it prefers."""
+def chosen(problem: Problem, builds: list[Build], num_sms: int) -> Build | None:
+    """The kernel that a library with these chooses: the first of those that it prefers."""
     ordered = sorted(builds, key=order_key)
     rules = {build: preferred_when(build, ordered) for build in ordered}
     preferred = [build for build in ordered if rules[build] != ALWAYS]
@@ -46,15 +52,15 @@ def chosen(problem: Problem, builds: dict[Build, int], num_sms: int) -> int | No
         names = names_of(problem, planner.plan_of_build(problem, build, num_sms), num_sms)
         is_taken = all(rule.evaluate(names) for rule, _ in conditions(problem, build))
         if is_taken and rules[build].evaluate(names):
-            return builds[build]
+            return build
     return None
 
 
-def planned(problem: Problem, builds: dict[Build, int], num_sms: int) -> int | None:
-    """The place of the planner's first kernel."""
-    tiles = sm90_tiles(problem)
-    places = (tiles.index(tile) for tile in sm90_choice.applicable(problem, tiles, num_sms))
-    return next((place for place in places if place in builds.values()), None)
+def planned(problem: Problem, builds: list[Build], num_sms: int) -> Build | None:
+    """The planner's first of these kernels."""
+    tiles = sm90_choice.applicable(problem, num_sms)
+    found = (build_for(problem, ARCH, tile, "sm90")[0] for tile in tiles)
+    return next((build for build in found if build in builds), None)
 
 
 def drawn(draw: random.Random) -> Problem:
@@ -81,9 +87,38 @@ def test_a_library_with_all_kernels_chooses_the_planner_s(seed: int) -> None:
         builds = kernels(problem)
         wanted = planned(problem, builds, num_sms)
         assert chosen(problem, builds, num_sms) == wanted, (problem, num_sms)
-        seen |= {(build.variant, build.tile_n) for build, place in builds.items() if place == wanted}
+        if wanted is not None:
+            seen.add((wanted.variant, wanted.tile_n))
     assert {PER_HEAD, QUERY_HEADS} <= {variant for variant, _ in seen}
     assert ("", 64) in seen
+
+
+def drawn_forward(draw: random.Random, dims: tuple[int, int]) -> Problem:
+    """A forward of short sequences, or of few query tiles, in most cases without score terms."""
+    heads, group = draw.choice((1, 2, 3, 8, 16)), draw.choice((1, 1, 2, 4))
+    queries = draw.choice(SHORT_LENGTHS if draw.random() < 0.8 else LENGTHS)
+    keys = queries if draw.random() < 0.5 else draw.choice((*SHORT_LENGTHS, *LENGTHS, 16000))
+    batch = draw.choice((1, 1, 2, 5, 16, 64, 256))
+    shape = Shape(batch, queries, keys, heads * group, *dims, heads)
+    mask = draw.choice((Full(), Causal(), CausalBottomRight(), Window(None, 40), Window(1000, 0)))
+    problem = Problem.dense("forward", shape, draw.choice(("bfloat16", "float16")), mask)
+    return problem.replace(softcap=5.0) if draw.random() < 0.1 else problem
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 128)])
+def test_a_library_with_all_forwards_chooses_the_planner_s(dims: tuple[int, int]) -> None:
+    """Those for short sequences and those whose blocks share the keys of few query tiles too."""
+    draw, seen = random.Random(sum(dims)), set()
+    for _ in range(150):
+        problem, num_sms = drawn_forward(draw, dims), draw.choice((132, 78, 16))
+        builds = kernels(problem)
+        wanted = planned(problem, builds, num_sms)
+        assert wanted is not None
+        found = chosen(problem, builds, num_sms)
+        assert found == wanted, (problem, num_sms)
+        seen.add((wanted.variant, wanted.tile_m, wanted.tile_n))
+    tiles = {(tile.tile_m, tile.tile_n) for tile in sm90_tiles(problem)}
+    assert len(seen) > (1 if dims == (192, 128) else len(tiles) - 2)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from cutlass_py_attn import export_bundle, export_library, load_bundle
 from cutlass_py_attn.bundle import interface, library, row_spec
-from cutlass_py_attn.bundle.dispatch import ALWAYS, NEVER, facts_of, order_key, preferred_when
+from cutlass_py_attn.bundle.dispatch import ALWAYS, facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import MANIFEST, Bundle
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of, sealed
 from cutlass_py_attn.bundle.names import name_objections
@@ -26,6 +26,7 @@ from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.launch.variants import MULTICAST, QUERY_HEADS
 from cutlass_py_attn.plan import planner, sm90_choice
 from cutlass_py_attn.plan.builder import build_for
+from cutlass_py_attn.plan.row import NEVER
 from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
@@ -68,7 +69,7 @@ def test_files_of_a_library(tmp_path: Path) -> None:
         "attention.c", "attention.h", "attention.images", "attention.pc.in", "CMakeLists.txt", MANIFEST,
         "rust/Cargo.toml", "rust/build.rs", "rust/src/lib.rs",
     }  # fmt: skip
-    assert len(found) - len(sources) == 3 * 6
+    assert len(found) - len(sources) == 3 * 8
     assert {*bundle.manifest["files"]} == {*found} - {MANIFEST}
     assert [item["direction"] for item in bundle.manifest["problems"]] == ["forward"] * 4 + ["backward"]
     assert load_bundle(bundle.path).problems == bundle.problems
@@ -163,7 +164,8 @@ def test_rules_of_decode_kernels_for_their_rows() -> None:
     assert preferred_when(wide) == ALWAYS, "the tile table has one tile for any number of rows"
     fallback = planner.builds(problem_of("forward", DECODE), "sm_90")[1]
     assert (fallback.family, preferred_when(fallback)) == ("decode", NEVER)
-    assert preferred_when(planner.builds(problem_of("forward"), "sm_90a")[0]) == ALWAYS
+    of_any_length = planner.plans(problem_of("forward"), "sm_90a", any_length=True)[0].build
+    assert preferred_when(of_any_length) == ALWAYS
 
 
 def test_wide_loads_are_tried_before_narrow_ones() -> None:
@@ -438,7 +440,7 @@ def test_command_exports_a_library(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    assert len(lines) == 2 * 6  # CASE and PREFILL in both directions, the backward of CASE with two tiles
+    assert len(lines) == 2 * 7  # CASE and PREFILL in both directions; forwards and the backward of CASE with two tiles
     assert lines[-1].startswith(f"{len(snapshot(folder))} files, ")
     assert "ours_launch(" in (folder / "ours.h").read_text()
     assert json.loads((folder / MANIFEST).read_text())["name"] == "ours"

@@ -28,7 +28,7 @@ def tile_tables() -> Iterator[tuple[str, TileConfig]]:
     """Yields (direction, tile) of every row of the tables of the sm90 family."""
     for name, table in tiles.SM90.items():
         direction = name.split()[0]
-        yield from ((direction, tile) for row in table.values() for tile in row)
+        yield from ((direction, row.tile) for rows in table.values() for row in rows)
 
 
 def test_each_kernel_is_listed_once() -> None:

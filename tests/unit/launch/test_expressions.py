@@ -39,6 +39,7 @@ SCALE = Name("scale")
         (call("distinct", 2, 8, 8, 1), "distinct(2, 8, 8, 1)", 1),
         (call("distinct", 2, 7, 8, 1), "distinct(2, 7, 8, 1)", 0),
         (call("fewest_splits", 1, 64, 132), "fewest_splits(1, 64, 132)", 64),
+        (call("causal_key_tiles", 300, 200, 10, 128, 64), "causal_key_tiles(300, 200, 10, 128, 64)", 3 + 4 + 4),
         (1 - BATCH, "1 - batch", -1),
         (BATCH - 1 - NUM_HEADS, "batch - 1 - num_heads", -4),
         (BATCH - (1 - NUM_HEADS), "batch - (1 - num_heads)", 6),

@@ -25,6 +25,7 @@ from cutlass_py_attn.problem.tensors import Shape
         ("64x128x16:3,2k2+per_head", TileConfig(64, 128, 16, 3, 2, key_stages=2, variant="per_head")),
         ("128x128x12:2+multicast", TileConfig(128, 128, 12, 2, variant="multicast")),
         ("128x128x12:2-speculative-halves", TileConfig(128, 128, 12, 2, options=("speculative", "halves"))),
+        ("128x128x12:2-plain", TileConfig(128, 128, 12, 2, options=())),
         (
             "128x128x12:2+multicast-speculative",
             TileConfig(128, 128, 12, 2, variant="multicast", options=("speculative",)),

@@ -28,7 +28,7 @@ from tests.cases import suite
         ("bf16_d128_s8192_b4_h16_causal", "128x128x12:2+multicast-speculative"),
         ("bf16_d128_n4000,300_h16k4_causal", "128x128x12:2-speculative"),
         ("bf16_d128_q300_s8192_b4_h16k4_causal_br_paged16", "128x128x12:2-speculative"),
-        ("bf16_d128v64_s8192_b4_h16_full", "192x128x16:2"),
+        ("bf16_d128v64_s8192_b4_h16_full", "192x128x16:2-plain"),
         ("bf16_d192v128_s8192_b4_h16_full", "128x128x12:2-speculative-shared_end"),
         ("bf16_d192v128_s8192_b4_h16_causal", "128x128x12:2+multicast-speculative"),
         ("bf16_d256_s8192_b4_h8_full", "128x64x12:2-speculative-shared_end"),
@@ -36,27 +36,27 @@ from tests.cases import suite
         ("bf16_d128_s1024_b1_h8_causal", "64x128x8:2-speculative"),
         ("bf16_d128_s128_b8_h16_full", "128x64x12:2-speculative"),
         ("bf16_d128_s128_b64_h16_causal", "128x64x12:2-speculative"),
-        ("bf16_d64_s197_b256_h12_full", "128x208x12:2"),
+        ("bf16_d64_s197_b256_h12_full", "128x208x12:2-plain"),
         ("f16_d128_s8192_b4_h16k4_full", "128x128x12:2-shared_end"),
-        ("f16_d128_n4000,300_h16_full", "128x128x12:2"),
-        ("f16_d64_s8192_b4_h32_causal", "192x128x16:2"),
+        ("f16_d128_n4000,300_h16_full", "128x128x12:2-plain"),
+        ("f16_d64_s8192_b4_h32_causal", "192x128x16:2-plain"),
         ("e4m3_d128_s8192_b4_h16_full", "128x128x12:2+e4m3-speculative"),
         ("bf16_d128_s8192_b4_h16_full_sinks", "128x128x12:2-speculative"),
         ("bf16_d128_s8192_b4_h16_causal_window1024", "128x128x12:2-speculative-bits"),
         ("bf16_d64_s16384_b2_h32_causal_window1024", "128x128x12:2-speculative-bits"),
         ("bf16_d96_s16384_b2_h16_causal_window1024", "192x96x16:2-speculative-bits"),
         ("bf16_d256_s16384_b2_h8_causal_window1024", "128x64x12:2-speculative-bits"),
-        ("bf16_d128_s8192_b4_h16_causal_window1024_alibi", "128x128x12:2"),
+        ("bf16_d128_s8192_b4_h16_causal_window1024_alibi", "128x128x12:2-plain"),
         ("e4m3_d64_s8192_b4_h16_causal", "192x128x16:2+e4m3-speculative"),
         ("e4m3_d64_s16384_b2_h16_causal_window1024", "128x128x12:2+e4m3-speculative-bits"),
-        ("e4m3_d128_s16384_b2_h16_causal_window1024", "128x64x12:2+e4m3"),
+        ("e4m3_d128_s16384_b2_h16_causal_window1024", "128x64x12:2+e4m3-plain"),
         ("e4m3_d192_s8192_b4_h16_causal", "128x128x12:2+e4m3-speculative"),
         ("e4m3_d256_s8192_b4_h16_full", "128x64x12:2+e4m3-speculative"),
         ("bf16_d64_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalehead", "192x96x16:2+e4m3_cache-speculative"),
         ("bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalehead", "128x128x12:2+e4m3_cache-speculative"),
-        ("bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalerow", "128x128x12:2+e4m3_cache"),
-        ("bf16_d256_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalehead", "128x64x12:2+e4m3_cache"),
-        ("bf16_d64_s8192_b4_h16_full_dropout0.1", "192x64x16:2"),
+        ("bf16_d128_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalerow", "128x128x12:2+e4m3_cache-plain"),
+        ("bf16_d256_q600_s2300_b2_h4k2_causal_br_paged16_kv8_descalehead", "128x64x12:2+e4m3_cache-plain"),
+        ("bf16_d64_s8192_b4_h16_full_dropout0.1", "192x64x16:2-plain"),
     ],
 )
 def test_options_of_the_chosen_tile(name: str, tile: str) -> None:
@@ -87,7 +87,7 @@ def test_backwards_whose_blocks_share_the_last_key_tiles(name: str, has_option: 
 
 def test_options_are_no_part_of_the_symbol_but_of_the_digest() -> None:
     problem = parse("bf16_d64_s8192_b4_h32_full").problem("forward")
-    plain = planner.plan_with_tile(problem, "sm_90a", TileConfig.parse("192x128x16:2")).build
+    plain = planner.plan_with_tile(problem, "sm_90a", TileConfig.parse("192x128x16:2-plain")).build
     chosen = planner.plan_forward(problem, "sm_90a").build
     assert (plain.symbol, plain.shared_memory) == (chosen.symbol, chosen.shared_memory)
     assert plain.digest != chosen.digest

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cutlass_py_attn.kernels.catalogue import kernel_of
-from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner, tile_time, tiles
+from cutlass_py_attn.plan.problem_kind import ProblemKind, sizes
+from cutlass_py_attn.plan.row import NEVER
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 
 SMS = 132
@@ -63,6 +65,16 @@ MEASURED_OF_FOUR = {
     "d128_s128_b64_h16_causal": (39.32, 37.42, 52.78, 44.54),
     "d128_s512_b8_h4_causal": (12.24, 12.14, 11.37, 10.95),
 }
+
+
+def estimates(problem: Problem) -> dict[str, float]:
+    """Returns the estimated nanoseconds of a short forward with each tile whose speed is known."""
+    kind, values = ProblemKind.of(problem), sizes(problem, SMS)
+    return {
+        f"{row.tile.tile_m}x{row.tile.tile_n}": tile_time.whole_time(kind, row.tile, speed).evaluate(values) / SMS
+        for row in tiles.sm90_rows(kind)
+        if (speed := tile_time.speed_of(kind, row)) is not None
+    }
 
 
 def tiles_of(name: str, num_sms: int = SMS) -> list[str]:
@@ -189,26 +201,22 @@ def test_fewer_multiprocessors_are_more_rounds() -> None:
 
 def test_the_estimate_in_numbers() -> None:
     """6144 tiles of 128 queries are 47 rounds; each work tile visits 2 tiles of 128 keys."""
-    square = TileConfig(128, 128, 12, 2)
     problem = parse("bf16_d64_s197_b256_h12_full").problem("forward")
-    assert tile_time.estimate(problem, square, SMS) == 7100 + 47 * (860 + 2 * 1120)
+    assert estimates(problem)[SQUARE] == 7100 + 47 * (860 + 2 * 1120)
     causal = parse("bf16_d64_s197_b256_h12_causal").problem("forward")
-    found = tile_time.estimate(causal, square, SMS)
-    assert found == pytest.approx(7100 + 3072 * (2 * (860 + 420) + 3 * 1120) / SMS)
+    assert estimates(causal)[SQUARE] == pytest.approx(7100 + 3072 * (2 * (860 + 420) + 3 * 1120) / SMS)
     one = parse("bf16_d64_s197_b1_h1_causal").problem("forward")
-    assert tile_time.estimate(one, square, SMS) == 7100 + 860 + 420 + 2 * 1120
-    assert tile_time.estimate(one, TileConfig(128, 112, 12, 2), SMS) is None
+    assert estimates(one)[SQUARE] == 7100 + 860 + 420 + 2 * 1120
 
 
 @pytest.mark.parametrize(("name", "measured"), MEASURED.items())
 def test_estimates_reproduce_what_was_measured(name: str, measured: dict[str, float]) -> None:
     """Each within a few percent; the first tile of the plans is the fastest, or within the least gain of it."""
     problem = parse(f"bf16_{name}").problem("forward")
-    known = {f"{tile.tile_m}x{tile.tile_n}": tile for tile in tiles.sm90_tiles(problem)}
-    estimates = {tile: tile_time.estimate(problem, known[tile], SMS) or 0.0 for tile in measured}
+    estimated = {tile: time for tile, time in estimates(problem).items() if tile in measured}
     for tile, time in measured.items():
-        assert estimates[tile] / 1000 == pytest.approx(time, rel=0.07), tile
-    assert min(estimates, key=estimates.__getitem__) == min(measured, key=measured.__getitem__)
+        assert estimated[tile] / 1000 == pytest.approx(time, rel=0.07), tile
+    assert min(estimated, key=estimated.__getitem__) == min(measured, key=measured.__getitem__)
     assert tiles_of(f"bf16_{name}")[0] == min(measured, key=measured.__getitem__)
 
 
@@ -264,8 +272,11 @@ def test_explain_gives_no_reason_for_a_tile_that_saves_too_little() -> None:
 
 
 def test_an_empty_problem_has_no_estimate() -> None:
-    problem = parse("bf16_d64_q0_s197_b1_h1_full").problem("forward")
-    assert tile_time.estimate(problem, TileConfig(128, 128, 12, 2), SMS) is None
+    for empty in ("q0_s197_b1_h1", "q197_s0_b1_h1"):
+        problem = parse(f"bf16_d64_{empty}_full").problem("forward")
+        rule = tile_time.is_short(ProblemKind.of(problem))
+        assert rule != NEVER
+        assert not rule.evaluate(sizes(problem, SMS))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import PER_HEAD, SPLIT_KV
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.sm90_choice import MULTICAST_LENGTH
+from cutlass_py_attn.plan.tile_time import MULTICAST_LENGTH
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES, TENSOR, granularity
