@@ -17,19 +17,21 @@ from typing import Final
 
 from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.decode.tiles import decode_tiles
+from cutlass_py_attn.kernels.families import FAMILIES
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import backward_choice, tile_time
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
+from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import ROW_KINDS, Build
 from cutlass_py_attn.launch.expressions import ONE, Expr
 from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_QUERIES
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import SPLIT_KV
-from cutlass_py_attn.plan import backward_choice, resources, tile_time
+from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.families import FAMILIES
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.row import NEVER
-from cutlass_py_attn.plan.tiles import decode_tiles, nearest_row, sm90_rows
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from cutlass_py_attn.kernels.families import FAMILIES, Family
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import STANDARD
-from cutlass_py_attn.plan import planner, resources, sm90_choice
+from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.families import FAMILIES, Family
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.tiles import sm90_rows
 from cutlass_py_attn.problem.problem import Problem
 
 

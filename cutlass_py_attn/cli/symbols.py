@@ -15,6 +15,7 @@ from cutlass_py_attn.kernels.catalogue import KERNELS
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.decode.kernel import MIN_KEYS
 from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
+from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.launch.abi import FLOAT32_OUTPUTS
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL
@@ -22,7 +23,6 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import SCALES_OF
 from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem

@@ -37,5 +37,6 @@ WITH_OPTIONS: Final = {
     "forward": (STANDARD, MULTICAST, SPLIT_KV, E4M3, E4M3_CACHE),
     "backward": (STANDARD, DS_REGISTERS, KEY_REGISTERS),
 }
+MLA_HEAD_DIMS: Final = 576, 512  # of key and value: DeepSeek's 512 latent columns and 64 of the rotary embedding
 CLUSTER: Final = 2  # thread blocks of a cluster, in the variants that have clusters
 CLUSTERED: Final = (MULTICAST, TWO_CTA, WIDE)

@@ -12,9 +12,9 @@ from typing import Final
 
 from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel, listed, refuse
+from cutlass_py_attn.kernels.sm90_family import tile_options
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_D
-from cutlass_py_attn.plan import tile_options
 
 REGISTER_USAGE_LEVELS: Final = range(11)  # that ptxas has
 

@@ -27,6 +27,7 @@ from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYT
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90 import shared_tiles
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import (
@@ -60,7 +61,6 @@ from cutlass_py_attn.launch.names import (
     TOTAL_TILES,
 )
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
-from cutlass_py_attn.plan import shared_tiles
 from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, LSE_PADDING, OPERAND_BYTES, WORD_BYTES

@@ -21,10 +21,19 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.catalogue import KERNELS
 from cutlass_py_attn.kernels.decode.kernel import MAX_HEAD_DIM as DECODE_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
-from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM
-from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
+from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.launch.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, WIDE
+from cutlass_py_attn.launch.variants import (
+    E4M3_CACHE,
+    MLA,
+    MLA_HEAD_DIMS,
+    PERSISTENT,
+    SPLIT_KV,
+    STANDARD,
+    TWO_CTA,
+    WIDE,
+)
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry

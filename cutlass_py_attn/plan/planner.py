@@ -15,6 +15,8 @@ from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns
 from cutlass_py_attn.kernels.catalogue import KERNELS, fused_kernel_of, kernel_of
 from cutlass_py_attn.kernels.common.layout import most_box_rows
 from cutlass_py_attn.kernels.decode.layout import combine_bytes
+from cutlass_py_attn.kernels.families import FAMILIES, Family
+from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.launch.build import Build
@@ -23,9 +25,7 @@ from cutlass_py_attn.launch.tile_config import TileConfig, tile_objections
 from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan import entry_parameters, launch_rules, resources
 from cutlass_py_attn.plan.builder import build_for, builds_for
-from cutlass_py_attn.plan.families import FAMILIES, Family
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
-from cutlass_py_attn.plan.sm90_choice import LEAST_PAGE_SIZE
 from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes

@@ -14,6 +14,8 @@ from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.decode import layout as decode_smem
+from cutlass_py_attn.kernels.sm90_family import backward_choice
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
@@ -32,7 +34,7 @@ from cutlass_py_attn.launch.names import (
     TOKENS_Q,
 )
 from cutlass_py_attn.launch.variants import PER_HEAD, PERSISTENT
-from cutlass_py_attn.plan import backward_choice, entry_parameters, sm90_choice
+from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.plan.launch_rules import (
     MAX_GRID_YZ,
     MAX_INT32,

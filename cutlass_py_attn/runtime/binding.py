@@ -12,11 +12,12 @@ from cutlass_py_attn.artifact import Artifact, first_available
 from cutlass_py_attn.errors import DriverError, NotSupported, Stale
 from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
 from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.arch import runs_on as _runs_on
 from cutlass_py_attn.launch.build import ROW_KINDS, Build
-from cutlass_py_attn.plan import builder, launch_rules, planner, sm90_choice
+from cutlass_py_attn.plan import builder, launch_rules, planner
 from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.merge import plan_merge

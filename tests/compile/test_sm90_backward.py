@@ -11,11 +11,12 @@ from cutlass_py_attn.kernels.backward_parts import grad_bias_layout as grad_bias
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.kernels.sm90.layout import grad_query_piece
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.grad_bias import uses_wgmma
 from cutlass_py_attn.launch.smem import swizzle_bytes
-from cutlass_py_attn.plan import entry_parameters, planner, sm90_choice
+from cutlass_py_attn.plan import entry_parameters, planner
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem

@@ -10,12 +10,13 @@ import pytest
 
 from cutlass_py_attn.kernels import catalogue
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family import tiles as plan_table
 from cutlass_py_attn.launch.arch import architecture, targets
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import swizzle_bytes
 from cutlass_py_attn.launch.variants import HALVES, SPECULATIVE, STANDARD
-from cutlass_py_attn.plan import planner, sm90_choice
-from cutlass_py_attn.plan import tiles as plan_table
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan, TensorMap
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan import entry_parameters, planner, sm90_choice
+from cutlass_py_attn.plan import entry_parameters, planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem

@@ -15,11 +15,11 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import AttentionError, Stale
 from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.sm90_family.tile_time import MULTICAST_LENGTH
 from cutlass_py_attn.launch.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.tile_time import MULTICAST_LENGTH
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import accuracy, check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import tiles as tile_tables
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import tiles as tile_tables
-from cutlass_py_attn.plan.problem_kind import ProblemKind
 from cutlass_py_attn.problem import spec
 from tools.release import record
 

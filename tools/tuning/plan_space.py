@@ -9,13 +9,15 @@ from typing import Any, Final
 
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.kernels import families
+from cutlass_py_attn.kernels.problem_kind import is_mla
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
-from cutlass_py_attn.plan import families, planner, resources, sm90_choice
+from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.problem_kind import is_mla
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import FLOAT8

@@ -1,6 +1,6 @@
 """sm90 family (wgmma, TMA): its kernels, their warps, registers, grids and tensor maps.
 
-sm90_choice.py says which problems they take, and which of them the planner has for a problem.
+`kernels/sm90_family/choice.py` says which problems they take, and which of them the planner has for a problem.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Objections, listed, refuse
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
 from cutlass_py_attn.kernels.sm90.layout import (
     CONSUMER_WARPGROUPS,
     DQ_WARPGROUPS,
@@ -32,7 +33,6 @@ from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTE
 SM90_MAX_HEAD_DIM: Final = 256
 # tile_m by columns
 KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
-NARROW_HEAD_DIM: Final = 128  # beyond, the sm90 backward has no registers for the scores of a whole query tile
 BIAS_WITH_TERMS_HEAD_DIM: Final = 64  # the widest with which the sm90 backward has registers for a bias and any terms
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)

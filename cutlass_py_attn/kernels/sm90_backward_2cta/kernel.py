@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Objections, fixed_order, refuse
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS
-from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, all_gradients, backward_warp_rules, sm90_standard
+from cutlass_py_attn.kernels.sm90.rules import all_gradients, backward_warp_rules, sm90_standard
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import backward_2cta_map
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS

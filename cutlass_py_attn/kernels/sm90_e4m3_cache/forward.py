@@ -29,8 +29,8 @@ from cutlass_py_attn.kernels.sm90.cluster import SingleCta
 from cutlass_py_attn.kernels.sm90.forward import ConsumerState, ForwardSm90, Pipelines
 from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_e4m3_cache.e4m3_tiles import CodedTile, E4m3CacheTiles
 from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import registers
-from cutlass_py_attn.kernels.sm90_e4m3_cache.tiles import CodedTile, E4m3CacheTiles
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS

@@ -14,7 +14,6 @@ from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS, tma_tiles
 from cutlass_py_attn.kernels.sm90.rules import consumers, sm90_operands
 from cutlass_py_attn.kernels.sm90_mla.layout import (
-    HEAD_DIMS,
     ROPE_COLUMNS,
     SLOTS,
     WARP_ROWS,
@@ -25,7 +24,7 @@ from cutlass_py_attn.kernels.sm90_mla.layout import (
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
-from cutlass_py_attn.launch.variants import MLA
+from cutlass_py_attn.launch.variants import MLA, MLA_HEAD_DIMS
 from cutlass_py_attn.problem.tensors import KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 
@@ -41,7 +40,7 @@ def _objections(build: Build) -> Iterator[str]:
     yield from consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
     if build.query_stages != SLOTS:
         yield refuse(build, "query_stages", f"variant mla has a key tile for each warpgroup; use {SLOTS}")
-    for field, size in zip(("head_dim", "head_dim_value"), HEAD_DIMS, strict=True):
+    for field, size in zip(("head_dim", "head_dim_value"), MLA_HEAD_DIMS, strict=True):
         if getattr(build, field) != size:
             yield refuse(build, field, f"variant mla is for {size}; use the variant of these head dims")
 

@@ -17,22 +17,22 @@ from typing import Final
 from cutlass_py_attn.kernels.decode.layout import SCHEDULE_WORDS
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, stack, tile_bytes
+from cutlass_py_attn.launch.variants import MLA_HEAD_DIMS
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
 REGISTERS: Final = (40, 232)  # of a thread of the producer, which finds pieces and pages, and of those that compute
 CODES_REGISTERS: Final = (72, 216)  # the same of an e4m3 cache, whose codes the producer converts
-HEAD_DIMS: Final = (576, 512)  # of key and value: DeepSeek's 512 latent columns and 64 of the rotary embedding
 WARPGROUPS: Final = 2  # that compute; each has half of the columns of O
 SLOTS: Final = 2
 STRIP_COLUMNS: Final = 64  # 128 bytes, the width of the swizzle
-STRIPS: Final = HEAD_DIMS[0] // STRIP_COLUMNS
-VALUE_STRIPS: Final = HEAD_DIMS[1] // STRIP_COLUMNS
+STRIPS: Final = MLA_HEAD_DIMS[0] // STRIP_COLUMNS
+VALUE_STRIPS: Final = MLA_HEAD_DIMS[1] // STRIP_COLUMNS
 CHUNKS: Final = ((0, 1), (2, 3), (4, 5), (6, 7), (8,))  # strips with one full barrier
 VALUE_CHUNKS: Final = ((0, 1), (2, 3))  # of the columns of O of each warpgroup
 P_STRIP: Final = STRIPS - 1
 # An e4m3 cache: kernels/sm90_mla/latent_codes.py.
-ROPE_COLUMNS: Final = HEAD_DIMS[0] - HEAD_DIMS[1]  # of the rotary embedding, which have 16 bits
+ROPE_COLUMNS: Final = MLA_HEAD_DIMS[0] - MLA_HEAD_DIMS[1]  # of the rotary embedding, which have 16 bits
 ROPE_CHUNK: Final = len(CHUNKS) - 1
 WARP_ROWS: Final = 16  # of a latent tile that one warp of the producer converts
 # Chunks of each half of each slot, in the order of their loads and their use: warpgroup i releases half i.

@@ -8,16 +8,18 @@ import pytest
 
 from cutlass_py_attn.bundle.dispatch import ALWAYS, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import names_of
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import backward_choice
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
+from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows, sm90_tiles
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, STANDARD
-from cutlass_py_attn.plan import backward_choice, planner, resources, sm90_choice
+from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.preconditions import conditions
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.row import NEVER
-from cutlass_py_attn.plan.tiles import sm90_rows, sm90_tiles
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape

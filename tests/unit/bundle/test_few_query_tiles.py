@@ -9,14 +9,15 @@ import pytest
 
 from cutlass_py_attn import export_bundle, export_library
 from cutlass_py_attn.bundle.dispatch import order_key, preferred_when
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
+from cutlass_py_attn.kernels.sm90_family.tiles import sm90_tiles
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import Expr
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import MULTICAST, SPLIT_KV, STANDARD
-from cutlass_py_attn.plan import launch_rules, planner, sm90_choice
+from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.row import NEVER
-from cutlass_py_attn.plan.tiles import sm90_tiles
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from tests.support import fakes

@@ -23,11 +23,12 @@ from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
+from cutlass_py_attn.kernels.sm90_family.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.launch.variants import MULTICAST, QUERY_HEADS
-from cutlass_py_attn.plan import planner, sm90_choice
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.row import NEVER
-from cutlass_py_attn.plan.tiles import sm90_tiles as tiles_of
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
+from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
+from cutlass_py_attn.kernels.sm90_family import tiles
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import tiles
-from cutlass_py_attn.plan.families import FAMILIES
 from cutlass_py_attn.plan.planner import plan_forward, plans_on
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS

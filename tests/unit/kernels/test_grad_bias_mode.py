@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import planner, sm90_choice
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor

@@ -13,6 +13,7 @@ import pytest
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.kernels.sm90_mla.layout import (
     CHUNKS,
     HALVES,
@@ -26,7 +27,7 @@ from cutlass_py_attn.kernels.sm90_mla.layout import (
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import launch_rules, planner, preconditions, resources, sm90_choice
+from cutlass_py_attn.plan import launch_rules, planner, preconditions, resources
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse

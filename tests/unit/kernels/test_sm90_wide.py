@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.kernels.sm90_wide import layout as sm90_wide
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import planner, resources, sm90_choice
+from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.problem import Problem

@@ -9,8 +9,9 @@ import pytest
 
 from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import abi
-from cutlass_py_attn.plan import entry_parameters, planner, sm90_choice
+from cutlass_py_attn.plan import entry_parameters, planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor

@@ -8,10 +8,10 @@ import pytest
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.kernels.sm80_split_d import layout as split_d
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.plan import resources
-from cutlass_py_attn.plan.families import FAMILIES
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 import cutlass_py_attn
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.kernels.catalogue import KERNELS
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family import tiles
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import build_rules, resources, sm90_choice, tiles
+from cutlass_py_attn.plan import build_rules, resources
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile, plans

@@ -21,12 +21,12 @@ from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.inspection.occupancy import occupancy
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.sm90_family.tile_time import MULTICAST_LENGTH
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import PER_HEAD, SPLIT_KV
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.tile_time import MULTICAST_LENGTH
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES, TENSOR, granularity

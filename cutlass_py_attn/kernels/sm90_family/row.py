@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
 from cutlass_py_attn.launch.expressions import ONE, Expr, Number
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import WITH_OPTIONS
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.tile_options import with_options
 from cutlass_py_attn.problem.masks import FORMS
 
 NEVER: Final = Number(0)

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.decode.tiles import decode_tiles
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
+from cutlass_py_attn.kernels.sm80.tiles import sm80_tiles
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family import tile_time
+from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows, with_nearest_options
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import sm90_choice, tile_time
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_rows, with_nearest_options
 from cutlass_py_attn.problem.problem import Problem
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import (
     BITS,
@@ -24,7 +25,6 @@ from cutlass_py_attn.launch.variants import (
     STANDARD,
     WITH_OPTIONS,
 )
-from cutlass_py_attn.plan.problem_kind import ProblemKind
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:

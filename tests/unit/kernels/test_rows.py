@@ -1,4 +1,4 @@
-"""Tests of plan/row.py: a row of the tile tables is one whole decision, and a change of a row changes nothing else."""
+"""Tests of kernels/sm90_family/row.py: a row is one whole decision, and a change of one changes nothing else."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import tile_time, tiles
+from cutlass_py_attn.kernels.sm90_family.row import NEVER, Row, Speed
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.expressions import ONE
 from cutlass_py_attn.launch.tile_config import TileConfig, tile_objections
 from cutlass_py_attn.launch.variants import WITH_OPTIONS
-from cutlass_py_attn.plan import planner, resources, tile_time, tiles
+from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.row import NEVER, Row, Speed
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 

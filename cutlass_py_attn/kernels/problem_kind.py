@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.variants import MLA
+from cutlass_py_attn.launch.variants import MLA, MLA_HEAD_DIMS
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import FLOAT8
+
+NARROW_HEAD_DIM: Final = 128  # beyond, the backward has no registers for the scores of a whole query tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,19 @@ class ProblemKind:
     def dims(self) -> tuple[int, int]:
         """Head dims of key and of value."""
         return self.head_dim, self.head_dim_value
+
+    @property
+    def accumulator_head_dim(self) -> int:
+        """The head dim that decides the tile of both head dims.
+
+        A 16-bit forward accumulates O alone, a backward dK and dV. Narrow heads have registers for the wider of these.
+        """
+        widest = max(self.dims)
+        if self.dtype == "float32":
+            return widest
+        if self.direction == "forward":
+            return self.head_dim_value
+        return widest if widest <= NARROW_HEAD_DIM else max(ceil_div(sum(self.dims), 2), NARROW_HEAD_DIM + 1)
 
     def has_no_more_than(self, *features: str) -> bool:
         """Returns whether the features are among these."""

@@ -1,13 +1,14 @@
-"""plan/tile_time.py: the tiles of short sm90 forwards, at the lengths where the choice changes."""
+"""kernels/sm90_family/tile_time.py: the tiles of short sm90 forwards, at the lengths where the choice changes."""
 
 from __future__ import annotations
 
 import pytest
 
 from cutlass_py_attn.kernels.catalogue import kernel_of
-from cutlass_py_attn.plan import planner, tile_time, tiles
-from cutlass_py_attn.plan.problem_kind import ProblemKind, sizes
-from cutlass_py_attn.plan.row import NEVER
+from cutlass_py_attn.kernels.problem_kind import ProblemKind, sizes
+from cutlass_py_attn.kernels.sm90_family import tile_time, tiles
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 

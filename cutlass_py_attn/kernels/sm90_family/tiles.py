@@ -1,11 +1,9 @@
-"""Tile tables: the tiles of the fused kernels by dtype and head dim, the fastest first; of sm90 kernels as rows.
+"""Tile tables of the sm90 family as rows, by features and head dim, the fastest first.
 
-The planner chooses the first tile that fits the target's shared memory. The later tiles are for GPUs with 99 KiB of
-shared memory per block, and for features that leave the first tile too few registers. A row says all of one decision:
-the tile with its options, the sizes for which it is tried and its speed (`row.py`). The notes beside the kernels say
-what each tile was measured against. For the sm90 family, tools/bench/results/plans.jsonl keeps the measurements
-with GPU, clock, commit and command: tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists
-the tiles that have none.
+A row says all of one decision: the tile with its options, the sizes for which it is tried and its speed (`row.py`). The
+planner chooses the first tile that fits the target's shared memory. The notes beside the kernels say what each tile was
+measured against. tools/bench/results/plans.jsonl keeps the measurements with GPU, clock, commit and command:
+tools/tuning/search_plans.py writes them, and tools/release/check_verified.py lists the tiles that have none.
 """
 
 from __future__ import annotations
@@ -14,132 +12,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM
-from cutlass_py_attn.kernels.sm90_mla.layout import HEAD_DIMS as MLA_HEAD_DIMS
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind
+from cutlass_py_attn.kernels.sm90.rules import SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_family import tile_time
+from cutlass_py_attn.kernels.sm90_family.backward_choice import few_keys, key_stages, per_head, query_heads
+from cutlass_py_attn.kernels.sm90_family.row import ANY_DIMS, Row, Rule, Speed, always
+from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
 from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import PERSISTENT, SPLIT_D, SPLIT_KV, STANDARD
-from cutlass_py_attn.plan import tile_time
-from cutlass_py_attn.plan.backward_choice import few_keys, key_stages, per_head, query_heads
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.row import ANY_DIMS, Row, Rule, Speed, always
-from cutlass_py_attn.plan.tile_options import with_options
+from cutlass_py_attn.launch.variants import MLA_HEAD_DIMS, SPLIT_KV, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import FLOAT8, Shape
 from cutlass_py_attn.score_terms import registry
 
-_Tiles = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
 _Rows = tuple[Row, ...]
-_Table = Mapping[int, _Rows]
+_Table = Mapping[int, _Rows]  # by the widest head dim that the rows serve
 
-_BLACKWELL = ("sm_100", "sm_120")
-_FORWARD_16: _Tiles = {
-    64: (TileConfig(128, 128, 4, not_on=_BLACKWELL), TileConfig(128, 64, 4)),
-    128: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4)),
-    256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
-}
-# With score terms or dropout a thread needs registers for these, so tiles are narrower.
-_FORWARD_16_SCORE_MOD: _Tiles = {
-    64: (TileConfig(128, 64, 4), TileConfig(64, 64, 4)),
-    128: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
-    256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
-}
-_FORWARD_32: _Tiles = {
-    64: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4, 1, 0, 3), TileConfig(64, 32, 4, 1, 0, 3)),
-    128: (
-        TileConfig(128, 32, 4, not_on=_BLACKWELL),
-        TileConfig(64, 64, 4, 1, 0, 3, _BLACKWELL),
-        TileConfig(64, 32, 4, 1, 0, 3),
-    ),
-}
-_FORWARD_32_SCORE_MOD: _Tiles = {
-    64: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4, 1, 0, 3)),
-    128: (TileConfig(128, 32, 4), TileConfig(64, 32, 4, 1, 0, 3)),
-}
-# With a tile of the bias in shared memory, only one wide block fits on an SM.
-_FORWARD_32_BIAS: _Tiles = {64: _FORWARD_32_SCORE_MOD[64], 128: (TileConfig(64, 32, 4, 1, 0, 3),)}
-_BACKWARD_16: _Tiles = {
-    32: (TileConfig(64, 128, 4, 2, 2), TileConfig(64, 64, 4, 2, 2)),
-    64: (TileConfig(128, 128, 8, 2, 2), TileConfig(64, 64, 4, 2, 2)),
-    96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
-    128: (TileConfig(64, 128, 8, 2, 2), TileConfig(64, 64, 8, 1, 1)),
-    160: (
-        TileConfig(64, 96, 8, 1, 1),
-        TileConfig(64, 64, 8, 2, 2),
-        TileConfig(64, 64, 8, 1, 1),
-        TileConfig(32, 64, 8, 1, 1),
-    ),
-    256: (TileConfig(64, 64, 8, 2, 2), TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1)),
-}
-_BACKWARD_16_SCORE_MOD: _Tiles = {
-    **_BACKWARD_16,
-    96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 128, 8, 2, 2), TileConfig(64, 64, 8, 1, 1)),
-    128: (
-        TileConfig(64, 128, 8, 2, 2),
-        TileConfig(64, 64, 4, 1, 1),
-        TileConfig(64, 64, 8, 1, 1),
-        TileConfig(32, 64, 8, 1, 1),
-    ),
-}
-# The slope of softcap stays in registers from S to dS.
-_BACKWARD_16_SOFTCAP: _Tiles = {
-    64: (TileConfig(64, 64, 4, 2, 2), TileConfig(64, 64, 8, 1, 1)),
-    96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
-    128: (
-        TileConfig(64, 96, 8, 2, 2),
-        TileConfig(64, 64, 8, 2, 2),
-        TileConfig(64, 64, 8, 1, 1),
-        TileConfig(32, 64, 8, 1, 1),
-    ),
-    160: (TileConfig(64, 96, 8, 1, 1), TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
-    256: (TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
-}
-_BACKWARD_32: _Tiles = {
-    64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1)),
-    128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 32, 8, 1, 1)),
-}
-_BACKWARD_32_SCORE_MOD: _Tiles = {
-    64: (TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
-    128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1, 3), TileConfig(32, 32, 8, 1, 1)),
-}
-_BACKWARD_32_SOFTCAP: _Tiles = {
-    64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
-    128: _BACKWARD_32_SCORE_MOD[128],
-}
-# By direction, whether float32, and the feature that needs more registers or shared memory.
-_TABLES: dict[tuple[str, bool], dict[str, _Tiles]] = {
-    ("forward", False): {"": _FORWARD_16, "score_mod": _FORWARD_16_SCORE_MOD},
-    ("forward", True): {"": _FORWARD_32, "score_mod": _FORWARD_32_SCORE_MOD, "bias": _FORWARD_32_BIAS},
-    ("backward", False): {"": _BACKWARD_16, "score_mod": _BACKWARD_16_SCORE_MOD, "softcap": _BACKWARD_16_SOFTCAP},
-    ("backward", True): {"": _BACKWARD_32, "score_mod": _BACKWARD_32_SCORE_MOD, "softcap": _BACKWARD_32_SOFTCAP},
-}
-# For head dims beyond the tables above, or that do not fit: the head dim split over thread blocks (split-D).
-_SPLIT_D: dict[tuple[str, bool], tuple[TileConfig, ...]] = {
-    ("forward", False): (
-        TileConfig(64, 128, 8, 4, head_dim_split=512, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 4, head_dim_split=512, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 2, head_dim_split=512, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 2, head_dim_split=256, variant=SPLIT_D),
-    ),
-    ("forward", True): (
-        TileConfig(64, 128, 8, 3, head_dim_split=256, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 4, head_dim_split=256, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 2, head_dim_split=256, variant=SPLIT_D),
-    ),
-    ("backward", False): (
-        TileConfig(64, 64, 8, 5, 5, head_dim_split=512, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 3, 3, head_dim_split=512, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 3, 3, head_dim_split=256, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 3, 3, head_dim_split=128, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 2, 2, head_dim_split=128, variant=SPLIT_D),
-    ),
-    ("backward", True): (
-        TileConfig(64, 64, 8, 4, 4, head_dim_split=256, variant=SPLIT_D),
-        TileConfig(64, 64, 8, 2, 2, head_dim_split=256, variant=SPLIT_D),
-        TileConfig(32, 64, 8, 2, 2, head_dim_split=128, variant=SPLIT_D),
-    ),
-}
 # Why rows have no speed.
 _LATER: Final = "it is for features that leave the tiles before it too few registers"
 _LONG: Final = "its table was measured in long sequences alone"
@@ -378,85 +266,6 @@ SM90: dict[str, _Table] = {
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
     "backward wide": _SM90_BACKWARD_WIDE,
 }
-# Decode kernels by the wider of both head dims; tile_m counts rows of queries and heads, stages are those of a team.
-_DECODE_16: _Tiles = {
-    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
-    128: (TileConfig(16, 128, 8, 3), TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
-    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
-}
-_DECODE_32: _Tiles = {
-    64: (TileConfig(16, 128, 8, 3), TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
-    128: (TileConfig(16, 64, 4, 3), TileConfig(16, 32, 2, 3), TileConfig(16, 32, 2, 2)),
-}
-# For more than 16 rows, and for more than 32 rows.
-_DECODE_16_ROWS: _Tiles = {
-    64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
-    128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
-}
-_DECODE_32_ROWS: _Tiles = {64: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2))}
-_DECODE_16_MORE: _Tiles = {
-    64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
-    128: (
-        TileConfig(64, 128, 8, 2, not_on=_BLACKWELL),
-        TileConfig(64, 64, 8, 3),
-        TileConfig(32, 64, 4, 3),
-        TileConfig(32, 64, 4, 2),
-    ),
-}
-_DECODE: dict[bool, dict[int, _Tiles]] = {  # by whether float32, and up to how many rows
-    False: {16: _DECODE_16, 32: _DECODE_16_ROWS, 64: _DECODE_16_MORE},
-    True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
-}
-# The persistent kernel for a cache in pages has two blocks on an SM where they fit.
-_PERSISTENT_16: _Tiles = {
-    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
-    128: (TileConfig(16, 64, 4, 3), TileConfig(16, 64, 4, 2)),
-    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
-}
-# With so few rows (sequences times key heads) a block has hardly more than one, and one block on an SM has fewer pieces
-# to join: 8 % faster at 1 x 8192 keys and 4 % at 8 x 8192 than two blocks, but 5 % slower at 256 x 1024 (H200).
-_FEW_ROWS = 128
-_PERSISTENT_16_FEW: _Tiles = {
-    **_PERSISTENT_16,
-    128: (TileConfig(16, 128, 8, 3), *_PERSISTENT_16[128]),
-}
-_PERSISTENT_16_MORE: _Tiles = {
-    **_DECODE_16_MORE,
-    128: (TileConfig(64, 128, 8, 3, not_on=_BLACKWELL), *_DECODE_16_MORE[128][1:]),
-}
-_PERSISTENT: dict[bool, dict[int, _Tiles]] = {
-    False: {16: _PERSISTENT_16, 32: _DECODE_16_ROWS, 64: _PERSISTENT_16_MORE},
-    True: {16: _DECODE_32, 32: _DECODE_32_ROWS, 64: _DECODE_32_ROWS},
-}
-# With an e4m3 cache: a warp has 32 keys, whose conversions hide each other's latency.
-_KV8_16: _Tiles = {
-    64: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 2)),
-    128: (TileConfig(16, 128, 4, 3), TileConfig(16, 64, 4, 3)),
-    256: (TileConfig(16, 64, 4, 2), TileConfig(16, 32, 2, 2)),
-}
-_KV8_16_ROWS: _Tiles = {
-    64: (TileConfig(32, 128, 4, 3), TileConfig(32, 64, 4, 2)),
-    128: (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
-}
-_KV8_16_MORE: _Tiles = {
-    64: (TileConfig(64, 128, 8, 5), TileConfig(64, 128, 8, 3), TileConfig(32, 64, 4, 2)),
-    128: (TileConfig(64, 64, 8, 3), TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2)),
-}
-_KV8: dict[int, _Tiles] = {16: _KV8_16, 32: _KV8_16_ROWS, 64: _KV8_16_MORE}
-
-
-def sm80_tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """Returns the tiles of the sm80 family for this problem, the fastest first."""
-    shape, wide = problem.shape, problem.dtype == "float32"
-    tables = _TABLES[problem.direction, wide]
-    table = tables[registry.tile_table(_register_features(problem), tables)]
-    widest = max(shape.head_dim, shape.head_dim_value)
-    if widest > max(table):
-        return _SPLIT_D[problem.direction, wide]
-    return (
-        *table[min(size for size in table if size >= _accumulator_head_dim(ProblemKind.of(problem)))],
-        *_SPLIT_D[problem.direction, wide],
-    )
 
 
 def sm90_rows(kind: ProblemKind) -> tuple[Row, ...]:
@@ -507,7 +316,7 @@ def table_key(kind: ProblemKind) -> tuple[str, int]:
     elif kind.direction == "backward":
         is_masked = (not kind.form.sees_all and not kind.deterministic) or "dropout" in kind.features
         plain = "backward" if kind.deterministic else "backward full"
-        name, served = "backward masked" if is_masked else plain, _accumulator_head_dim(kind)
+        name, served = "backward masked" if is_masked else plain, kind.accumulator_head_dim
         name = "backward bias" if "bias" in kind.features and served <= NARROW_HEAD_DIM else name
         name = "backward score_rows" if splits_score_rows(kind) else name
     elif has_terms:
@@ -523,45 +332,3 @@ def splits_score_rows(problem: Shape | ProblemKind) -> bool:
     return max(dims) > NARROW_HEAD_DIM and all(
         dim <= most for dim, most in zip(dims, SCORE_ROWS_HEAD_DIMS, strict=True)
     )
-
-
-def decode_tiles(problem: Problem) -> tuple[TileConfig, ...]:
-    """Returns the tiles of the decode kernels for this problem, the fastest first."""
-    shape = problem.shape
-    widest = max(shape.head_dim, shape.head_dim_value)
-    is_persistent = problem.pages is not None or problem.has_e4m3_cache
-    tables = (_PERSISTENT if is_persistent else _DECODE)[problem.dtype == "float32"]
-    if problem.has_e4m3_cache:
-        tables = _KV8
-    rows = shape.num_queries * shape.group
-    table = next((table for most, table in tables.items() if rows <= most), tables[max(tables)])
-    is_invariant = problem.pages is not None and problem.pages.invariant
-    if widest > max(table) or is_invariant:  # a tile of its own for each count of rows would change the bits
-        table = tables[min(tables)]
-    if table is _PERSISTENT_16 and not is_invariant and shape.batch * shape.num_heads_key <= _FEW_ROWS:
-        table = _PERSISTENT_16_FEW
-    tiles = table[min(size for size in table if size >= widest)]
-    return tuple(replace(tile, variant=PERSISTENT) for tile in tiles) if is_persistent else tiles
-
-
-def _accumulator_head_dim(kind: ProblemKind) -> int:
-    """Returns the head dim that decides the tile of both head dims.
-
-    A 16-bit forward accumulates O alone, a backward dK and dV. Narrow heads have registers for the wider of these.
-    """
-    dims = kind.dims
-    if kind.dtype == "float32":
-        return max(dims)
-    if kind.direction == "forward":
-        return kind.head_dim_value
-    return max(dims) if max(dims) <= NARROW_HEAD_DIM else max(ceil_div(sum(dims), 2), NARROW_HEAD_DIM + 1)
-
-
-def _register_features(problem: Problem) -> set[str]:
-    """Returns the features for which the kernel needs more registers than for masked attention."""
-    present = set(problem.features)
-    wide = problem.shape.head_dim_value > 64
-    if problem.direction == "forward" and problem.dtype != "float32" and wide and "varlen" not in present:
-        # A 16-bit forward generates dropout bits before the scores exist, so they need no registers of their own.
-        present.discard("dropout")
-    return present

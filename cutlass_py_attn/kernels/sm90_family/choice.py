@@ -8,11 +8,17 @@ from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind, is_mla, sizes
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM, SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.kernels.sm90_e4m3 import kernel as sm90_e4m3
 from cutlass_py_attn.kernels.sm90_e4m3_cache import kernel as sm90_e4m3_cache
+from cutlass_py_attn.kernels.sm90_family import backward_choice, tile_time
+from cutlass_py_attn.kernels.sm90_family.backward_choice import PARTS_ARE_FASTER, parts_of_key_tiles
+from cutlass_py_attn.kernels.sm90_family.row import Row
+from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
+from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows, splits_score_rows
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_mla.layout import ROPE_COLUMNS
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
@@ -21,12 +27,6 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, SPLIT_KV, STANDARD
-from cutlass_py_attn.plan import backward_choice, tile_time
-from cutlass_py_attn.plan.backward_choice import PARTS_ARE_FASTER, parts_of_key_tiles
-from cutlass_py_attn.plan.problem_kind import ProblemKind, is_mla, sizes
-from cutlass_py_attn.plan.row import Row
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tiles import nearest_row, sm90_rows, splits_score_rows
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (

@@ -1,4 +1,4 @@
-"""Tests of plan/tile_options.py: with which options the planner has a tile."""
+"""Tests of kernels/sm90_family/tile_options.py: with which options the planner has a tile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.kernels.sm90 import shared_tiles
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import launch_rules, planner, shared_tiles
+from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse

@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Final
 
-from cutlass_py_attn.kernels.sm90.rules import NARROW_HEAD_DIM
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind
+from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, ceil_div, maximum, minimum
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOKENS_K
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.plan import shared_tiles
-from cutlass_py_attn.plan.problem_kind import ProblemKind
-from cutlass_py_attn.plan.row import NEVER
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES
 
