@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import cutlass_py_attn
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.kernels.catalogue import KERNELS
+from cutlass_py_attn.kernels.decode import tiles as decode_tiles
+from cutlass_py_attn.kernels.sm80 import tiles as sm80_tiles
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
-from cutlass_py_attn.kernels.sm90_family import tiles
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import build_rules, resources
@@ -331,10 +332,10 @@ def test_public_names() -> None:
 
 def _table_rows() -> list[tuple[str, str, TileConfig]]:
     found = []
-    for (direction, _), by_term in tiles._TABLES.items():
+    for (direction, _), by_term in sm80_tiles._TABLES.items():
         found += [("sm80", direction, tile) for table in by_term.values() for row in table.values() for tile in row]
-    found += [("sm80", direction, tile) for (direction, _), row in tiles._SPLIT_D.items() for tile in row]
-    for by_rows in tiles._DECODE.values():
+    found += [("sm80", direction, tile) for (direction, _), row in sm80_tiles._SPLIT_D.items() for tile in row]
+    for by_rows in decode_tiles._DECODE.values():
         found += [("decode", "forward", tile) for table in by_rows.values() for row in table.values() for tile in row]
     return list(dict.fromkeys(found))
 
