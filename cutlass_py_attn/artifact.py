@@ -20,7 +20,8 @@ from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.plan.build_json import expect_known
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import typed_json
-from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.scalars import path_refusals
+from cutlass_py_attn.refusals import refuse
 
 
 class NoPermission(AttentionError, PermissionError):
@@ -183,10 +184,8 @@ def first_available(plans: Iterable[Plan], kernels: Callable[[Build], object]) -
             first_error = first_error or error
             continue
         if not isinstance(artifact, Artifact):
-            raise NotSupported(
-                f"kernels({plan.build.symbol}) = {shown(artifact)}: must be an Artifact; pass a function that returns "
-                "what `compile` does, such as Folder(path)"
-            )
+            remedy = "pass a function that returns what `compile` does, such as Folder(path)"
+            raise NotSupported(refuse(f"kernels({plan.build.symbol})", artifact, "must be an Artifact", remedy))
         return plan, artifact
     if first_error is None:
         raise ValueError("plans is empty: at least one is needed")
@@ -215,8 +214,8 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if reasons := path_objections("path", path):
-            raise NotSupported(reasons)
+        if refusals := path_refusals("path", path):
+            raise NotSupported(refusals)
         self.path = Path(path)
 
     def __eq__(self, other: object) -> bool:
@@ -234,7 +233,7 @@ class Folder:
         Stale says what is missing or different, and what to do. NoPermission: this user may not read the files.
         """
         if not isinstance(build, Build):
-            raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
+            raise NotSupported(refuse("build", build, "must be a Build", "pass the field `build` of a plan"))
         remedy = f"build it with: cutlass-py-attn build --arch {build.arch} --symbol {build.symbol} -o {self.path}"
         description = self.path / build.arch / f"{build.symbol}.json"
         try:
@@ -266,7 +265,7 @@ class Folder:
         example.
         """
         if not isinstance(artifact, Artifact):
-            raise NotSupported(f"artifact = {shown(artifact)}: must be an Artifact; pass what `compile` returns")
+            raise NotSupported(refuse("artifact", artifact, "must be an Artifact", "pass what `compile` returns"))
         try:
             (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
             with locked(self.path / artifact.build.arch):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final, Unpack
 
@@ -26,7 +26,7 @@ from cutlass_py_attn.api.options import (
     check_options,
     takes_options,
 )
-from cutlass_py_attn.api.paged import Paged, layout_reasons
+from cutlass_py_attn.api.paged import Paged, array_refusals, layout_refusals
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.abi import SEED
@@ -34,7 +34,8 @@ from cutlass_py_attn.problem import paging
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import output_dtype
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
-from cutlass_py_attn.problem.validation import logsumexp_objections
+from cutlass_py_attn.problem.validation import logsumexp_refusals
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 
@@ -178,8 +179,8 @@ class AttentionRequest(calls.Request):
         if dropout is not None and dropout.is_active and not options.philox_on_device:
             self.numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
 
-    def validate(self, inputs: Mapping[str, Array], output_reasons: Sequence[str]) -> tuple[Problem, dict[str, Tensor]]:
-        problem, results = problem_of(self.direction, inputs, self.options, output_reasons)
+    def validate(self, inputs: Mapping[str, Array], of_outputs: Sequence[Refusal]) -> tuple[Problem, dict[str, Tensor]]:
+        problem, results = problem_of(self.direction, inputs, self.options, of_outputs)
         if self.direction == "forward":
             results["logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
         packed = self.packed(problem)
@@ -202,25 +203,26 @@ def problem_of(
     direction: str,
     inputs: Mapping[str, Array],
     options: Options,
-    output_reasons: Sequence[str] = (),
+    of_outputs: Sequence[Refusal] = (),
 ) -> tuple[Problem, dict[str, Tensor]]:
     """Returns the validated Problem of these arrays, and the outputs that must be allocated, by name.
 
     inputs: the operands, and the outputs for which the caller passed an array.
-    output_reasons: why the caller's arrays for outputs are refused, by `runtime.output_checks`.
+    of_outputs: why the caller's arrays for outputs are refused, by `runtime.output_checks`.
 
     NotSupported lists every reason.
     """
     tensors = {name: array.tensor for name, array in inputs.items()}
     if options.head_dim_value is not None:
         tensors["value"] = first_columns(tensors["key"], options.head_dim_value)
-    sequences, pages, reasons = None, None, []
+    sequences, pages = None, None
+    refusals: list[Refusal] = []
     if isinstance(options.sequences, Paged):
-        reasons += layout_reasons(options.sequences, tensors)
+        refusals += layout_refusals(options.sequences, tensors)
         pages = options.sequences.pages(tensors["page_table"], next(iter(tensors["seqused_k"].shape), 0))
     elif options.sequences is not None:
-        reasons += _lengths_reasons(tensors)
-        sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not reasons else 0)
+        refusals += _lengths(tensors)
+        sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not refusals else 0)
     operands = {name: tensor for name, tensor in tensors.items() if name in Problem.__dataclass_fields__}
     problem = Problem(
         direction,
@@ -237,29 +239,29 @@ def problem_of(
         deterministic=options.deterministic,
         num_splits_key=options.num_splits_key,
     )
-    # `Problem.reasons` refuses wrong ranks below; until then no size may be used.
+    # `Problem.refusals` refuses wrong ranks below; until then no size may be used.
     ranks = [len(tensors[name].shape) for name in OPERANDS]
-    is_table = pages is None or not any(paging.kind_objections(pages))
+    is_table = pages is None or not any(paging.kind_refusals(pages))
     shape = problem.shape if ranks == [4, 4, 4] and is_table else Shape(0, 0, 0, 0, 0, 0)
     names = ("output",) if direction == "forward" else tuple(f"grad_{name}" for name in options.gradients)
     new_outputs = {name: _result(name, shape, tensors) for name in names if name not in tensors}
     if options.packed:
         new_outputs |= _packed_gradients(shape, tensors["query"].dtype)
-        reasons += _packed_reasons(shape, tensors)
+        refusals += _packed(shape, tensors)
     problem = problem.replace(**new_outputs)
-    # New outputs follow from the operands: a reason to refuse one repeats the reason of its operand.
-    reasons = [*(text for text in problem.reasons() if text.split()[0] not in new_outputs), *reasons]
-    reasons += _philox_reasons(tensors)
+    # New outputs follow from the operands: a refusal of one repeats that of its operand.
+    refusals = [*(some for some in problem.refusals() if some.name not in new_outputs), *refusals]
+    refusals += _philox(tensors)
     if "logsumexp" in tensors and shape.head_dim:
-        reasons += logsumexp_objections("logsumexp", tensors["logsumexp"], shape)
+        refusals += logsumexp_refusals("logsumexp", tensors["logsumexp"], shape)
     if isinstance(options.sequences, Paged):
-        if shape.pool is not None and not reasons:
-            reasons += options.sequences.reasons(None if shape.tokens is None else shape.tokens[0], shape.pool)
+        if shape.pool is not None and not refusals:
+            refusals += options.sequences.refusals(None if shape.tokens is None else shape.tokens[0], shape.pool)
     elif options.sequences is not None and shape.tokens is not None:
-        reasons += options.sequences.reasons(shape.tokens)
-    reasons += output_reasons
-    if reasons:
-        raise NotSupported(reasons)
+        refusals += options.sequences.refusals(shape.tokens)
+    refusals += of_outputs
+    if refusals:
+        raise NotSupported(refusals)
     return problem, new_outputs
 
 
@@ -270,7 +272,7 @@ def first_columns(tensor: Tensor, columns: int) -> Tensor:
 
 def of_cache(error: NotSupported) -> NotSupported:
     """Returns the error of a call of `mla_attention_forward`, whose key is called cache."""
-    return NotSupported(_KEY.sub("cache", reason) for reason in error.reasons)
+    return error.renamed(lambda text: _KEY.sub("cache", text))
 
 
 def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -294,40 +296,28 @@ def _packed_gradients(shape: Shape, dtype: str) -> dict[str, Tensor]:
     }
 
 
-def _packed_reasons(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns why the gradients cannot be packed."""
+def _packed(shape: Shape, tensors: Mapping[str, Tensor]) -> Iterator[Refusal]:
+    """Yields why the gradients cannot be packed."""
     given = [f"grad_{name}" for name in OPERANDS if f"grad_{name}" in tensors]
-    reasons = [f"packed with out for {', '.join(given)}: must be one of the two; leave one out"] if given else []
-    if not shape.of("query") == shape.of("key") == shape.of("value"):
-        reasons.append(
-            f"packed with query {shape.of('query')}, key {shape.of('key')} and value {shape.of('value')}: "
-            "must have the same shape; leave packed False"
-        )
-    return reasons
+    if given:
+        yield refuse("packed", True, f"must be False with out for {', '.join(given)}", "leave one out")
+    query, key, value = (shape.of(name) for name in OPERANDS)
+    if not query == key == value:
+        rule = f"query {query}, key {key} and value {value} must have the same shape"
+        yield refuse("packed", True, rule, "leave packed False")
 
 
-def _lengths_reasons(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns why the arrays of sequence lengths are wrong."""
-    reasons = []
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
-        tensor = tensors.get(name)
-        if tensor is None:
-            continue
-        entries = tensors["cu_seqlens_q"].shape[0] if tensors["cu_seqlens_q"].shape else 0
-        expected = (entries - 1,) if name == "seqused_k" else (max(entries, 1),)
-        dense = len(tensor.shape) == 1 and (tensor.strides == (1,) or tensor.shape[0] <= 1)
-        if tensor.dtype != "int32" or tensor.shape != expected or not dense:
-            reasons.append(
-                f"{name} has shape {tensor.shape}, strides {tensor.strides} and dtype {tensor.dtype}: must be a "
-                f"contiguous int32 array of shape {expected}; convert it"
-            )
-    return reasons
+def _lengths(tensors: Mapping[str, Tensor]) -> Iterator[Refusal]:
+    """Yields why the arrays of sequence lengths are wrong."""
+    entries = tensors["cu_seqlens_q"].shape[0] if tensors["cu_seqlens_q"].shape else 0
+    shapes = {"cu_seqlens_q": max(entries, 1), "cu_seqlens_k": max(entries, 1), "seqused_k": entries - 1}
+    for name, size in shapes.items():
+        if name in tensors:
+            yield from array_refusals(name, tensors[name], (size,))
 
 
-def _philox_reasons(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Returns why a seed or offset in device memory is wrong."""
-    return [
-        f"{name} has shape {tensors[name].shape} and dtype {tensors[name].dtype}: must be one int64; convert it"
-        for name in SEED
-        if name in tensors and (tensors[name].dtype != "int64" or math.prod(tensors[name].shape) != 1)
-    ]
+def _philox(tensors: Mapping[str, Tensor]) -> Iterator[Refusal]:
+    """Yields why a seed or offset in device memory is wrong."""
+    for name in SEED:
+        if name in tensors and (tensors[name].dtype != "int64" or math.prod(tensors[name].shape) != 1):
+            yield refuse(name, tensors[name], "must be one int64", "convert it")

@@ -27,6 +27,7 @@ from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.runtime.binding import Bound, bind_problem
@@ -59,11 +60,11 @@ class Request(ABC):
 
     @abstractmethod
     def validate(
-        self, inputs: Mapping[str, Array], output_reasons: Sequence[str]
+        self, inputs: Mapping[str, Array], of_outputs: Sequence[Refusal]
     ) -> tuple[AnyProblem, dict[str, Tensor]]:
         """Returns the problem of the arrays, and the results to allocate by name; NotSupported lists every reason.
 
-        output_reasons: why arrays that are written are refused
+        of_outputs: why arrays that are written are refused
         """
 
     @abstractmethod
@@ -227,7 +228,7 @@ def prepare(request: Request, inputs: Mapping[str, Array], gpu: driver.Device) -
     Gives a PerformanceWarning if another layout of the call is estimated to be several times as fast.
     """
     written = request.written(inputs)
-    output_reasons = output_checks.reasons(inputs, written, request.remedy(inputs))
+    of_outputs = output_checks.refusals(inputs, written, request.remedy(inputs))
     layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in inputs.items()])
     key = request.key, gpu.ordinal, layouts
     try:
@@ -235,8 +236,8 @@ def prepare(request: Request, inputs: Mapping[str, Array], gpu: driver.Device) -
         is_hashable = True
     except TypeError:  # an option without a hash
         call, is_hashable = None, False
-    if call is None or output_reasons or request.must_validate(inputs):
-        problem, results = request.validate(inputs, output_reasons)
+    if call is None or of_outputs or request.must_validate(inputs):
+        problem, results = request.validate(inputs, of_outputs)
         if call is None:
             call = PreparedCall(problem, results, inputs, written, gpu)
             if is_hashable:
@@ -250,13 +251,19 @@ def prepare(request: Request, inputs: Mapping[str, Array], gpu: driver.Device) -
 def problem_on_host(request: Request, stream: object = None) -> Any:
     """Returns the problem of a call of the CPU backend, validated as for the GPU, which would refuse it too."""
     driver.stream_handle(stream)
-    not_numpy = [name for name, value in request.arrays.items() if not isinstance(value, np.ndarray)]
-    if not_numpy:
-        raise NotSupported(
-            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
+    check_is_numpy(request.arrays)
     inputs = request.read(0)
-    return request.validate(inputs, output_checks.reasons(inputs, request.written(inputs), request.remedy(inputs)))[0]
+    return request.validate(inputs, output_checks.refusals(inputs, request.written(inputs), request.remedy(inputs)))[0]
+
+
+def check_is_numpy(given: Mapping[str, Any]) -> None:
+    """Raises NotSupported with every array that is none of NumPy."""
+    if refusals := [
+        refuse(name, value, "must be a NumPy array for backend='reference'", "copy it to the host")
+        for name, value in given.items()
+        if not isinstance(value, np.ndarray)
+    ]:
+        raise NotSupported(refusals)
 
 
 def device_of(ordinal: int | None) -> driver.Device:

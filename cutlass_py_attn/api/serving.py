@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cutlass_py_attn.api.calls import Kernels, Request, launch, problem_on_host, repeat
-from cutlass_py_attn.api.options import backend_reasons, kernels_reasons
+from cutlass_py_attn.api.options import backend_refusals, kernels_refusals
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem
@@ -20,6 +20,7 @@ from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime.arrays import Array
 
 
@@ -139,36 +140,39 @@ def merge_states(
 class _Rows(Request):
     """A call on rows, without attention. arrays: None for one that is missing.
 
-    is_on_host: whether the CPU backend computes it. reasons: why the options are refused.
+    is_on_host: whether the CPU backend computes it. refusals: why the options are refused.
     """
 
     def __init__(self, arrays: Mapping[str, Any], backend: object, kernels: Kernels | None, *key: object) -> None:
         self.arrays = {name: array for name, array in arrays.items() if array is not None}
         self.kernels = kernels
         self.key = type(self), kernels, *key
-        self.reasons = [f"{name} is None: must be an array; pass it" for name, array in arrays.items() if array is None]
-        self.reasons += [*backend_reasons(backend), *kernels_reasons(kernels)]
+        self.refusals = [
+            refuse(name, None, "must be an array", "pass it") for name, array in arrays.items() if array is None
+        ]
+        self.has_all_arrays = not self.refusals
+        self.refusals += [*backend_refusals(backend), *kernels_refusals(kernels)]
         self.is_on_host = isinstance(backend, str) and backend == "reference"
 
     def read(self, stream: int) -> dict[str, Array]:
         """Reads the arrays. NotSupported lists those that are missing or unreadable, and wrong options."""
-        unreadable: list[str] = []
+        unreadable: list[Refusal] = []
         inputs: dict[str, Array] = {}
         try:
             inputs = super().read(stream)
         except NotSupported as error:
-            unreadable += error.reasons
-        if unreadable or any(" is None: " in reason for reason in self.reasons):
-            raise NotSupported([*self.reasons, *unreadable])
+            unreadable += error.refusals
+        if unreadable or not self.has_all_arrays:
+            raise NotSupported([*self.refusals, *unreadable])
         return inputs
 
     def must_validate(self, inputs: Mapping[str, Array]) -> bool:
-        return bool(self.reasons)
+        return bool(self.refusals)
 
-    def expect_none(self, problem: AppendProblem | MergeProblem, output_reasons: Sequence[str]) -> None:
+    def expect_none(self, problem: AppendProblem | MergeProblem, of_outputs: Sequence[Refusal]) -> None:
         """Raises NotSupported with every reason to refuse the options, the problem and the arrays for results."""
-        if reasons := [*self.reasons, *problem.reasons(), *output_reasons]:
-            raise NotSupported(reasons)
+        if refusals := [*self.refusals, *problem.refusals(), *of_outputs]:
+            raise NotSupported(refusals)
 
 
 class _Append(_Rows):
@@ -177,10 +181,10 @@ class _Append(_Rows):
     first = "key"
 
     def validate(
-        self, inputs: Mapping[str, Array], output_reasons: Sequence[str]
+        self, inputs: Mapping[str, Array], of_outputs: Sequence[Refusal]
     ) -> tuple[AppendProblem, dict[str, Tensor]]:
         problem = AppendProblem(**{name: array.tensor for name, array in inputs.items()})
-        self.expect_none(problem, output_reasons)
+        self.expect_none(problem, of_outputs)
         return problem, {}
 
     def written(self, inputs: Mapping[str, Array]) -> tuple[str, ...]:
@@ -202,7 +206,7 @@ class _Merge(_Rows):
         self._max_seqlen_q = max_seqlen_q
 
     def validate(
-        self, inputs: Mapping[str, Array], output_reasons: Sequence[str]
+        self, inputs: Mapping[str, Array], of_outputs: Sequence[Refusal]
     ) -> tuple[MergeProblem, dict[str, Tensor]]:
         tensors = {name: array.tensor for name, array in inputs.items()}
         results = {
@@ -211,7 +215,7 @@ class _Merge(_Rows):
         }
         output = tensors.pop("output", results["output"])
         problem = MergeProblem(**tensors, output=output, max_seqlen_q=self._max_seqlen_q)
-        self.expect_none(problem, output_reasons)
+        self.expect_none(problem, of_outputs)
         return problem, {name: tensor for name, tensor in results.items() if name not in inputs}
 
     def written(self, inputs: Mapping[str, Array]) -> tuple[str, ...]:

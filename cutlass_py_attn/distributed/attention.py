@@ -12,11 +12,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, TypedDict, Unpack
 
 import numpy as np
 
 from cutlass_py_attn.api.attention import problem_of
+from cutlass_py_attn.api.calls import check_is_numpy
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options, ScoreOptions, VariableLength, check_options, takes_options
 from cutlass_py_attn.api.results import Gradients
@@ -29,17 +31,17 @@ from cutlass_py_attn.distributed.machine import Arrays, Machine
 from cutlass_py_attn.distributed.split import OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
 from cutlass_py_attn.errors import AttentionError, NotSupported
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import (
     ALL_GATHER,
     RING,
     ULYSSES,
     ZIGZAG,
     SplitCall,
-    order_objections,
-    strategy_objections,
+    order_refusals,
+    strategy_refusals,
 )
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS, Tensor
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -190,12 +192,12 @@ def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) 
 
 def _checked(direction: str, context: Mapping[str, Any], rest: Mapping[str, Any]) -> Options:
     """Returns the options of the call on all rows; NotSupported lists every reason."""
-    reasons = [*_context_reasons(context)]
+    reasons = [*_context_refusals(context)]
     try:
         checked = check_options(rest, _ALLOWED[direction], "score_terms")  # refused below, with what to do
     except NotSupported as error:
-        raise NotSupported([*reasons, *error.reasons]) from error
-    if reasons := [*reasons, *_reasons(checked)]:
+        raise NotSupported([*reasons, *error.refusals]) from error
+    if reasons := [*reasons, *_refusals(checked)]:
         raise NotSupported(reasons)
     return checked
 
@@ -215,42 +217,42 @@ def _abort_on_error(group: Group) -> Iterator[None]:
 _ALLOWED: Final[dict[str, type]] = {"forward": ContextOptions, "backward": ContextBackwardOptions}
 
 
-def _context_reasons(context: Mapping[str, Any]) -> list[str]:
+def _context_refusals(context: Mapping[str, Any]) -> list[Refusal]:
     """Returns why group, strategy or order are refused."""
     found = []
     if not isinstance(context["group"], Group):
-        found.append(f"group = {shown(context['group'])}: must be a Group; pass one that connect returns")
-    return [*found, *strategy_objections(context["context_strategy"]), *order_objections(context["load_balance"])]
+        found.append(refuse("group", context["group"], "must be a Group", "pass one that connect returns"))
+    return [*found, *strategy_refusals(context["context_strategy"]), *order_refusals(context["load_balance"])]
 
 
-def _reasons(options: Options) -> list[str]:
+def _refusals(options: Options) -> list[Refusal]:
     """Returns why options are refused that one device takes."""
     found = []
     if options.score_terms:
-        found.append(
-            f"score_terms = {shown(options.score_terms)}: must be empty, for a term counts the positions of a rank's "
-            "own rows; add it as a bias"
-        )
-    if options.philox_on_device:
-        found.append("dropout with seed and offset in device memory: must be ints, for ranks add to the offset")
+        rule = "must be empty, for a term counts the positions of a rank's own rows"
+        found.append(refuse("score_terms", options.score_terms, rule, "add it as a bias"))
+    if options.dropout is not None and options.philox_on_device:
+        rule = "must be an int, for ranks add to the offset, not in device memory"
+        found.append(refuse("philox_seed", options.dropout.philox_seed, rule, "pass ints"))
     if isinstance(options.sequences, VariableLength):
         arrays = {name: getattr(options.sequences, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
+        rule = "must be a NumPy array, for its values decide what a rank computes"
         found += [
-            f"{name} is a {type(array).__name__}: must be a NumPy array, for its values decide what a rank computes; "
-            "copy it to the host"
+            refuse(name, array, rule, "copy it to the host")
             for name, array in arrays.items()
             if array is not None and not isinstance(array, np.ndarray)
         ]
         if not found and options.dropout_p and arrays["cu_seqlens_q"].size > 2:
-            found.append(
-                f"dropout with {arrays['cu_seqlens_q'].size - 1} sequences: must be one, for random numbers of some "
-                "heads of several sequences are not supported; pass one sequence a call"
+            rule = (
+                f"must be 0 with {arrays['cu_seqlens_q'].size - 1} sequences, for random numbers of some heads of "
+                "several sequences are not supported"
             )
+            found.append(refuse("dropout_p", options.dropout_p, rule, "pass one sequence a call"))
     if options.sequences is not None and options.grad_logsumexp is not None:
-        found.append(
-            "grad_logsumexp with sequences: must be None, for the logsumexp of split sequences is of no use but for "
-            "attention_backward; leave it out"
+        rule = (
+            "must be None with sequences, for the logsumexp of split sequences is of no use but for attention_backward"
         )
+        found.append(refuse("grad_logsumexp", options.grad_logsumexp, rule, "leave it out"))
     return found
 
 
@@ -318,12 +320,12 @@ def _expect_supported(split: Split, direction: str, arrays: Arrays) -> None:
         has_sequences=options.sequences is not None,
         differ=differ,
     )
-    reasons = [*_reasons_of_all_rows(split, direction, arrays), *call.objections()]
-    if reasons := reasons or [*_logsumexp_reasons(split, arrays)]:
+    reasons = [*_refusals_of_all_rows(split, direction, arrays), *call.refusals()]
+    if reasons := reasons or [*_logsumexp_refusals(split, arrays)]:
         raise NotSupported(reasons)
 
 
-def _reasons_of_all_rows(split: Split, direction: str, arrays: Arrays) -> list[str]:
+def _refusals_of_all_rows(split: Split, direction: str, arrays: Arrays) -> list[Refusal]:
     """Returns why one device would refuse the call on the rows of all ranks."""
     inputs = {}
     lengths = {} if split.options.sequences is None else split.options.sequences.arrays()
@@ -340,20 +342,17 @@ def _reasons_of_all_rows(split: Split, direction: str, arrays: Arrays) -> list[s
         problem_of(direction, inputs, split.options)
     except NotSupported as error:
         where = f"on the rows of {split.size} ranks: " if split.size > 1 else ""
-        return [where + reason for reason in error.reasons]
+        return [replace(refusal, field=f"{where}{refusal.field}") for refusal in error.refusals]
     return []
 
 
-def _logsumexp_reasons(split: Split, arrays: Arrays) -> Iterator[str]:
+def _logsumexp_refusals(split: Split, arrays: Arrays) -> Iterator[Refusal]:
     """Yields why logsumexp or its gradient is none that the forward of this call returns."""
     expected = split.logsumexp_shape(arrays)
     for name in OF_LOGSUMEXP:
         if name in arrays and (tuple(arrays[name].shape), str(arrays[name].dtype)) != (expected, "float32"):
-            source = "as attention_forward returns it; pass that array"
-            yield (
-                f"{name} has shape {tuple(arrays[name].shape)} and dtype {arrays[name].dtype}: must be {expected} "
-                f"float32, {source if name == 'logsumexp' else 'like logsumexp; pad it'}"
-            )
+            remedy = "pass that array of attention_forward" if name == "logsumexp" else "pad it like logsumexp"
+            yield refuse(name, arrays[name], f"must be {expected} float32", remedy)
 
 
 def _describe(split: Split, direction: str, arrays: Arrays) -> str:
@@ -424,10 +423,6 @@ def _on_host(group: Group, operands: dict[str, Any], compute: Any) -> Arrays:
             f"backend='reference' in a group of GPU {group.device}: must be a group of host memory; leave it out, or "
             "use cutlass_py_attn.distributed.simulated"
         )
-    not_numpy = [name for name, value in operands.items() if not isinstance(value, np.ndarray)]
-    if not_numpy:
-        raise NotSupported(
-            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
+    check_is_numpy(operands)
     found: Arrays = compute(Host(group), operands)
     return found

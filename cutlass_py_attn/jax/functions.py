@@ -28,9 +28,10 @@ from cutlass_py_attn.jax.calls import CHECKPOINT_NAME
 from cutlass_py_attn.jax.options import Options, prepare
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Full, Mask
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.split_rows import ALL_GATHER, ULYSSES
 from cutlass_py_attn.problem.tensors import KEY_ROPE
+from cutlass_py_attn.refusals import refuse
 
 
 @takes_options(
@@ -108,11 +109,11 @@ def mla_attention(
     Returns what `attention` returns, with head_dim_value columns; it is not differentiable. Splits over devices, vmap
     and errors are those of `attention`.
     """
-    reasons, columns = split_rows.flag_objections("return_logsumexp", return_logsumexp), integer_of(head_dim_value)
+    refusals, columns = split_rows.flag_refusals("return_logsumexp", return_logsumexp), integer_of(head_dim_value)
     if columns is None:
-        reasons.append(f"head_dim_value = {shown(head_dim_value)}: must be an int known at trace time; pass it")
-    if reasons or columns is None:
-        raise NotSupported(reasons)
+        refusals.append(refuse("head_dim_value", head_dim_value, "must be an int known at trace time", "pass it"))
+    if refusals or columns is None:
+        raise NotSupported(refusals)
     options = Options(mask=mask, scale=scale, sequences=sequences, kernels=kernels, arch=arch, backend=backend)
     of_codes = {"key_scale": cache_scale, KEY_ROPE: cache_rope}
     arrays = {"query": query, "key": cache, **{name: each for name, each in of_codes.items() if each is not None}}
@@ -270,18 +271,18 @@ def dot_product_attention(
         query, key, value, bias, mask, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size
     )
     others = {
-        "sequences": "key_value_seq_lengths here; call `attention` for packed sequences",
-        "return_logsumexp": "return_residual here; rename it",
-        **dict.fromkeys(split_rows.SPLITTING, "absent here; call `attention` for rows that are split over devices"),
+        "sequences": ("must be key_value_seq_lengths here", "call `attention` for packed sequences"),
+        "return_logsumexp": ("must be return_residual here", "rename it"),
+        **dict.fromkeys(
+            split_rows.SPLITTING, ("must be absent here", "call `attention` for rows that are split over devices")
+        ),
     }
-    reasons = [
-        f"{name} = {shown(options[name])}: must be {remedy}" for name, remedy in others.items() if name in options
-    ]
+    refusals = [refuse(name, options[name], *others[name]) for name in others if name in options]
     keywords = (*dot_product.KEYWORDS, *Options.__annotations__)
     known = [name for name in dict.fromkeys(keywords) if name not in others]
-    reasons += unknown_options.objections((name for name in options if name not in others), known)
-    reasons += split_rows.flag_objections("return_residual", return_residual)
-    call = given.translate(reasons)
+    refusals += unknown_options.refusals((name for name in options if name not in others), known)
+    refusals += split_rows.flag_refusals("return_residual", return_residual)
+    call = given.translate(refusals)
     static, arrays = prepare(call.operands, {**options, **call.options, "scale": scale})  # type: ignore[typeddict-item]
     if not return_residual:
         return call.output(_traced(static, arrays)[0])

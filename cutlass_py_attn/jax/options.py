@@ -26,9 +26,9 @@ from cutlass_py_attn.jax.calls import CHECKPOINT_NAME
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.scalars import SCALARS, shown
+from cutlass_py_attn.problem.scalars import SCALARS
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
-from cutlass_py_attn.problem.validation import mask_kind_objections
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
 
 
@@ -90,41 +90,40 @@ def prepare(
 ) -> tuple[calls.Call, dict[str, Any]]:
     """Returns the static part of the call and its arrays by name; NotSupported lists every wrong option."""
     given: dict[str, Any] = {name: api_options.option_value(name, value) for name, value in options.items()}
-    reasons = unknown_options.objections(given, Options.__annotations__)
-    reasons += [reason for name, value in given.items() for reason in _static_reasons(name, value)]
-    reasons += split_rows.unused_objections(given)
+    refusals = unknown_options.refusals(given, Options.__annotations__)
+    refusals += [refusal for name, value in given.items() for refusal in _static_refusals(name, value)]
+    refusals += split_rows.unused_refusals(given)
     dropout_p, dropout_key = given.get("dropout_p", 0.0), given.get("dropout_key")
     if isinstance(dropout_p, float) and dropout_p != 0 and dropout_key is None:
-        reasons.append(f"dropout_p = {dropout_p} without dropout_key: must come together; pass a key of jax.random")
+        refusals.append(refuse("dropout_p", dropout_p, "must come with dropout_key", "pass a key of jax.random"))
     try:
         checked = api_options.check_options(api_options.known(given, Options), Options)
     except NotSupported as error:
-        raise NotSupported([*reasons, *error.reasons]) from error
+        raise NotSupported([*refusals, *error.refusals]) from error
     if checked.sequences is not None:
         checked = dataclasses.replace(checked, sequences=_with_numpy_lengths(checked.sequences))
     sequences = checked.sequences
     arrays, unreadable = _arrays(operands | checked.arrays())
-    reasons += unreadable
-    if symbolic := [*sizes.objections(arrays)]:
-        raise NotSupported([*reasons, *symbolic])
+    refusals += unreadable
+    if symbolic := [*sizes.refusals(arrays)]:
+        raise NotSupported([*refusals, *symbolic])
     if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
         rows = arrays["query"].shape[1], arrays["key"].shape[1]  # other ranks are refused when the call is traced
         if isinstance(sequences, Paged):
-            reasons += sequences.reasons(rows[0], (arrays["key"].shape[0], rows[1]))
+            refusals += sequences.refusals(rows[0], (arrays["key"].shape[0], rows[1]))
         else:
-            split = None if reasons else split_rows.context_of(given)
+            split = None if refusals else split_rows.context_of(given)
             size = 1 if split is None else split.size
-            reasons += sequences.reasons((size * rows[0], size * rows[1]))
-    if not reasons and dropout_p != 0:
+            refusals += sequences.refusals((size * rows[0], size * rows[1]))
+    if not refusals and dropout_p != 0:
         try:
             words = jax.random.bits(dropout_key, (2,), "uint32")
         except (TypeError, ValueError) as error:
-            raise NotSupported(
-                f"dropout_key = {shown(dropout_key)}: must be a key of jax.random ({error}); pass jax.random.key(seed)"
-            ) from error
+            rule = f"must be a key of jax.random ({error})"
+            raise NotSupported(refuse("dropout_key", dropout_key, rule, "pass jax.random.key(seed)")) from error
         arrays[handler.PHILOX] = jnp.concatenate([words, jnp.zeros(2, "uint32")])  # seed, then an offset of 0
-    if reasons:
-        raise NotSupported(reasons)
+    if refusals:
+        raise NotSupported(refusals)
     call = calls.Call(
         mask=checked.mask,
         scale=checked.scale,
@@ -143,19 +142,19 @@ def prepare(
     if call.context is not None:
         coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
         if coded:
-            reasons = [
-                f"{', '.join(coded)} of e4m3 with context_axis: must have 16 or 32 bits, because rows that are split "
-                "over devices have no scales; dequantise, each code times its scale, or leave context_axis None"
-            ]
+            rule = "must have 16 or 32 bits with context_axis, because rows that are split over devices have no scales"
+            remedy = "dequantise, each code times its scale, or leave context_axis None"
+            refusals = [refuse(f"{name}.dtype", str(arrays[name].dtype), rule, remedy) for name in coded]
         elif isinstance(sequences, Paged):
-            reasons = [
-                "sequences = Paged(...) with context_axis: must be VariableLength or None, because the rows of a cache "
-                "in pages are not split over devices; leave context_axis None"
-            ]
+            rule = (
+                "must be VariableLength or None with context_axis, because the rows of a cache in pages are not split "
+                "over devices"
+            )
+            refusals = [refuse("sequences", sequences, rule, "leave context_axis None")]
         else:
-            reasons = split_rows.objections(call, arrays, sequences, wants_logsumexp)
-        if reasons:
-            raise NotSupported(reasons)
+            refusals = split_rows.refusals(call, arrays, sequences, wants_logsumexp)
+        if refusals:
+            raise NotSupported(refusals)
     return call, arrays
 
 
@@ -167,35 +166,35 @@ def _with_numpy_lengths(sequences: VariableLength | Paged) -> VariableLength | P
     return dataclasses.replace(sequences, **lists)
 
 
-def _static_reasons(name: str, value: Any) -> list[str]:
+def _static_refusals(name: str, value: Any) -> list[Refusal]:
     """Returns why an option that is part of the compiled program, and no array, is refused."""
     if name in ("scale", "softcap", "dropout_p"):
-        if not SCALARS[name].objections(name, value):
+        if not SCALARS[name].refusals(name, value):
             return []
-        return [f"{name} = {shown(value)}: must be a number that is known at trace time; pass a Python number"]
+        return [refuse(name, value, "must be a number that is known at trace time", "pass a Python number")]
     if name in split_rows.OPTIONS:
-        return split_rows.option_objections(name, value)
+        return split_rows.option_refusals(name, value)
     if name == "checkpoint_name" and not (isinstance(value, str) and value):
-        return [f"checkpoint_name = {shown(value)}: must be a str that is not empty; pass a name for jax.checkpoint"]
+        return [refuse("checkpoint_name", value, "must be a str that is not empty", "pass a name for jax.checkpoint")]
     if name == "deterministic":
-        return SCALARS[name].objections(name, value)
+        return SCALARS[name].refusals(name, value)
     if name == "mask" and type(value) in masks.ALL.values():  # `check_options` refuses another type
-        return mask_kind_objections(value)
+        return masks.refusals(value)
     if name == "arch" and value is not None:
-        return planner.arch_objections(value)
+        return [*planner.arch_refusals(value)]
     if name == "kernels" and callable(value) and not isinstance(value, Hashable):
-        return [f"kernels = {shown(value)}: must be hashable, because JAX compares it; define __hash__"]
+        return [refuse("kernels", value, "must be hashable, because JAX compares it", "define __hash__")]
     return []
 
 
-def _arrays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _arrays(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Refusal]]:
     """Returns the operands as JAX arrays, and why some are refused."""
-    arrays, reasons = {}, []
+    arrays, refusals = {}, []
     for name, value in given.items():
         try:
             if value is None:
                 raise TypeError("None has no elements")
             arrays[name] = jnp.asarray(value)
         except Exception as error:  # the library of an array decides its type
-            reasons.append(f"{name} = {shown(value)}: must be an array that JAX takes ({error}); convert it")
-    return arrays, reasons
+            refusals.append(refuse(name, value, f"must be an array that JAX takes ({error})", "convert it"))
+    return arrays, refusals

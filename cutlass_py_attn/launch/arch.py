@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.refusals import one_of, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,9 @@ def targets(compute_capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(arch.name for arch in (*(arch for arch in fitting if not arch.is_portable), *portable[-1:]))
 
 
-def architecture(name: str) -> Architecture:
+def architecture(name: object) -> Architecture:
     """Returns the limits of target `name`; NotSupported lists the known targets."""
-    if name not in ARCHITECTURES:
-        raise NotSupported(
-            f"arch {name!r}: not a known target; allowed are {', '.join(ARCHITECTURES)}; "
-            "pass the compute capability of the GPU that will run the kernel, e.g. sm_90a for an H100 or H200"
-        )
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        remedy = "pass the compute capability of the GPU that will run the kernel, e.g. sm_90a for an H100 or H200"
+        raise NotSupported(refuse("arch", name, one_of(ARCHITECTURES), remedy))
     return ARCHITECTURES[name]

@@ -9,7 +9,8 @@ from typing import Any, Final
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import OPTIONS, PLAIN, STANDARD, WITH_OPTIONS
-from cutlass_py_attn.problem.scalars import python_value, shown
+from cutlass_py_attn.problem.scalars import python_value
+from cutlass_py_attn.refusals import Refusal, refuse
 
 _TEXT: Final = re.compile(
     r"(N)x(N)x(N)(?::(N)(?:,(N))?)?(?:@(N))?(?:c(N))?(?:q(N))?(?:k(N))?(?:\+(\w+))?((?:-[a-z]\w*)*)".replace(
@@ -78,7 +79,7 @@ class TileConfig:
         other.
         """
         if not isinstance(build, Build):
-            raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
+            raise NotSupported(refuse("build", build, "must be a Build", "pass the field `build` of a plan"))
         fields: dict[str, Any] = {name: getattr(build, name) for name in _FIELDS}
         can_have_options = build.family == "sm90" and build.variant in WITH_OPTIONS.get(build.kind, ())
         return TileConfig(**fields | {"options": build.options or (() if can_have_options else None)})
@@ -91,11 +92,11 @@ class TileConfig:
         """
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None:
-            raise NotSupported(
-                f"tile {shown(text)}: must be like 64x128x16:3,2 or 64x64x8:3,3@5c256+split_d (tile_m, tile_n, warps, "
-                "query_stages, grad_output_stages, register usage level, head_dim_split, score_rows, key_stages, "
-                "variant, options); correct it"
+            rule = (
+                "must be like 64x128x16:3,2 or 64x64x8:3,3@5c256+split_d (tile_m, tile_n, warps, query_stages, "
+                "grad_output_stages, register usage level, head_dim_split, score_rows, key_stages, variant, options)"
             )
+            raise NotSupported(refuse("tile", text, rule, "correct it"))
         parts = {name: part for name, part in zip(_FIELDS, found.groups(), strict=True) if part is not None}
         fields: dict[str, Any] = {name: int(part) for name, part in parts.items() if name in _INTEGERS}
         names = tuple(parts["options"].split("-")[1:])
@@ -103,24 +104,23 @@ class TileConfig:
         return TileConfig(**fields, variant=parts.get("variant", STANDARD), options=options)
 
 
-def tile_objections(tile: object) -> list[str]:
+def tile_refusals(tile: object) -> list[Refusal]:
     """Returns why this is no tile of integers; `build_rules` says which integers a kernel can have."""
     if not isinstance(tile, TileConfig):
-        return [f"tile = {shown(tile)}: must be a TileConfig; create one with TileConfig.parse"]
+        return [refuse("tile", tile, "must be a TileConfig", "create one with TileConfig.parse")]
     found = [
-        f"tile.{name} = {shown(getattr(tile, name))}: must be an int; correct it"
+        refuse(f"tile.{name}", getattr(tile, name), "must be an int", "correct it")
         for name in _INTEGERS
         if type(getattr(tile, name)) is not int
     ]
     if not isinstance(tile.variant, str):
-        found.append(f"tile.variant = {shown(tile.variant)}: must be a str, {STANDARD!r} for the standard one; name it")
-    options = () if tile.options is None else tile.options
-    is_ordered = isinstance(options, tuple) and list(options) == [name for name in OPTIONS if name in options]
-    if not is_ordered:
         found.append(
-            f"tile.options = {shown(tile.options)}: must be a tuple of some of {', '.join(OPTIONS)}, in this order and "
-            "each once, or None; correct it"
+            refuse("tile.variant", tile.variant, f"must be a str, {STANDARD!r} for the standard one", "name it")
         )
+    options = () if tile.options is None else tile.options
+    if not isinstance(options, tuple) or list(options) != [name for name in OPTIONS if name in options]:
+        rule = f"must be a tuple of some of {', '.join(OPTIONS)}, in this order and each once, or None"
+        found.append(refuse("tile.options", tile.options, rule, "correct it"))
     if not isinstance(tile.not_on, tuple):
-        found.append(f"tile.not_on = {shown(tile.not_on)}: must be a tuple of targets; pass () for none")
+        found.append(refuse("tile.not_on", tile.not_on, "must be a tuple of targets", "pass () for none"))
     return found

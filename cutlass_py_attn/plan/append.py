@@ -14,12 +14,12 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
-from cutlass_py_attn.plan.planner import arch_objections
+from cutlass_py_attn.plan.planner import arch_refusals
 from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
-from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERAND_BYTES, Tensor
+from cutlass_py_attn.refusals import refuse
 
 WARPS: Final = 4
 _NONE: Final = (0, 0)  # warps of a product that the kernel does not have
@@ -43,11 +43,10 @@ def plan_append(problem: AppendProblem, arch: str) -> Plan:
     NotSupported lists every reason why the problem cannot be computed.
     """
     if not isinstance(problem, AppendProblem):
-        raise NotSupported(
-            [f"problem = {shown(problem)}: must be an AppendProblem; create one", *arch_objections(arch)]
-        )
-    if reasons := [*problem.reasons(), *arch_objections(arch)]:
-        raise NotSupported(reasons)
+        wrong = refuse("problem", problem, "must be an AppendProblem", "create one")
+        raise NotSupported([wrong, *arch_refusals(arch)])
+    if refusals := [*problem.refusals(), *arch_refusals(arch)]:
+        raise NotSupported(refusals)
     dims = problem.key.shape[2], problem.value.shape[2]
     vector = vector_elements(problem.key, problem.value, problem.key_cache, problem.value_cache)
     build = row_build("append", _VARIANTS[problem.scales], arch, problem.key.dtype, dims, vector)

@@ -21,7 +21,7 @@ from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import swizzle_bytes, tile_bytes
-from cutlass_py_attn.launch.tile_config import TileConfig, tile_objections
+from cutlass_py_attn.launch.tile_config import TileConfig, tile_refusals
 from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan import entry_parameters, launch_rules, resources
 from cutlass_py_attn.plan.builder import build_for, builds_for
@@ -29,8 +29,8 @@ from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, Worksp
 from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
-from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import FLOAT8
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
@@ -85,12 +85,13 @@ def plan_with_tile(
     NotSupported lists every reason why the family cannot compute the problem. DoesNotFit lists every reason why the
     tile cannot be built: each names a field, its value, the reason and what to do.
     """
-    count = _check(problem, arch, num_sms, [*tile_objections(tile), *_family_objections(family)])
+    count = _check(problem, arch, num_sms, [*tile_refusals(tile), *_family_refusals(family)])
     limits = architecture(arch)
     chosen = family or _family_of(problem, arch, tile, count)
     missing = _unsupported(problem, arch, FAMILIES[chosen])
     if missing:
-        raise NotSupported(f"family = {chosen!r}: takes no {', '.join(missing)} on {arch}; use family sm80")
+        rule = f"takes no {', '.join(missing)} on {arch}"
+        raise NotSupported(refuse("family", chosen, rule, "use family sm80"))
     build, found = build_for(problem, arch, FAMILIES[chosen].with_options(problem, tile), chosen)
     found = found or resources.objections(build, limits)
     if min(tile.tile_m, tile.tile_n) > 0:  # the rules of a problem count its tiles
@@ -115,7 +116,7 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     count = _check(problem, arch, num_sms)
     found = _plans(problem, ((family, arch) for family in FAMILIES.values()), count, any_length=any_length)
     if not found:
-        raise NotSupported(_objections(problem, arch))
+        raise NotSupported(_refusals(problem, arch))
     return found
 
 
@@ -125,7 +126,7 @@ def _plans(problem: Problem, families: Iterable[tuple[Family, str]], count: int,
     return _plans_of_builds(problem, itertools.chain.from_iterable(found), count)
 
 
-def _objections(problem: Problem, arch: str) -> list[str]:
+def _refusals(problem: Problem, arch: str) -> list[Refusal]:
     """Returns why no kernel of the target computes a problem: no tile fits, or none reads its e4m3 codes."""
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
@@ -134,16 +135,18 @@ def _objections(problem: Problem, arch: str) -> list[str]:
     if not missing:
         tried = _tried(problem, arch, family, architecture(arch).num_sms, any_length=False)
         found = tried[-1][1] if tried else ["the tile table has no tile for it"]
-        return [f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim"]
-    dequantise = "dequantise, each code times its scale"
+        return [refuse("arch", arch, f"no tile fits: {'; '.join(map(str, found))}", "use a smaller head_dim")]
+    remedy = "dequantise, each code times its scale"
     if has_latent_rows:
         has_small_pages = problem.pages is not None and problem.key.shape[1] < LEAST_PAGE_SIZE
         pages = f"pages of at least {LEAST_PAGE_SIZE} rows, or " if has_small_pages else ""
-        what = f"a latent cache of {FLOAT8}: the kernel of {arch} takes no"
-        return [f"{what} {name}; use {pages}a cache of 16 bits" for name in missing]
-    if is_cache:
-        return [f"key and value of {FLOAT8}: no kernel takes {name}; {dequantise}" for name in missing]
-    return [f"operands of {FLOAT8}: the kernel of {arch} takes no {name}; {dequantise}" for name in missing]
+        field, taker, remedy = "key", f"the kernel of {arch} takes no", f"use {pages}a cache of 16 bits"
+    elif is_cache:
+        field, taker = "key", "no kernel takes"
+    else:
+        field, taker = "query", f"the kernel of {arch} takes no"
+    given = getattr(problem, field).dtype
+    return [refuse(f"{field}.dtype", given, f"{taker} {name}", remedy) for name in missing]
 
 
 def plans_on(
@@ -158,7 +161,7 @@ def plans_on(
     families = ((family, arch) for family in FAMILIES.values() for arch in (own if family.needs_wgmma else (portable,)))
     found = _plans(problem, families, count, any_length=any_length)
     if not found:
-        raise NotSupported(_objections(problem, next(iter(own), portable)))
+        raise NotSupported(_refusals(problem, next(iter(own), portable)))
     return found
 
 
@@ -168,10 +171,8 @@ def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
     if not found:
         major, minor = compute_capability
         portable = [arch.name for arch in ARCHITECTURES.values() if arch.is_portable]
-        raise NotSupported(
-            f"compute capability = {major}.{minor}: no target runs on it; allowed are {', '.join(portable)} and later "
-            "minor versions of them; use another GPU"
-        )
+        rule = f"no target runs on it; allowed are {', '.join(portable)} and later minor versions of them"
+        raise NotSupported(Refusal("compute capability", f"{major}.{minor}", rule, "use another GPU"))
     return found
 
 
@@ -215,49 +216,46 @@ def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dic
 
 
 def _check(
-    problem: object, arch: object, num_sms: object, other: Iterable[str] = (), *, direction: str | None = None
+    problem: object, arch: object, num_sms: object, other: Iterable[Refusal] = (), *, direction: str | None = None
 ) -> int:
     """Returns the number of multiprocessors to plan for; NotSupported lists every wrong argument.
 
     other: reasons to refuse other arguments. direction: that of the function; None for both.
     """
-    reasons = [*problem_objections(problem, direction), *arch_objections(arch), *other]
+    refusals = [*problem_refusals(problem, direction), *arch_refusals(arch), *other]
     count = None if num_sms is None else integer_of(num_sms)
     if num_sms is not None and (count is None or count < 1):
-        reasons.append(
-            f"num_sms = {shown(num_sms)}: must be an int of at least 1, or None for the usual part of the target; "
-            "correct it"
-        )
-    if reasons:
-        raise NotSupported(reasons)
+        rule = "must be an int of at least 1, or None for the usual part of the target"
+        refusals.append(refuse("num_sms", num_sms, rule, "correct it"))
+    if refusals:
+        raise NotSupported(refusals)
     return count or architecture(str(arch)).num_sms
 
 
-def problem_objections(problem: object, direction: str | None = None) -> list[str]:
+def problem_refusals(problem: object, direction: str | None = None) -> list[Refusal]:
     """Returns every reason to refuse a problem; direction: the one that it must have, None for either."""
     if not isinstance(problem, Problem):
-        return [f"problem = {shown(problem)}: must be a Problem; create one, for example with Problem.dense"]
-    reasons = problem.reasons()
-    if not reasons and direction not in (None, problem.direction):
-        reasons.append(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
-    return reasons
+        return [refuse("problem", problem, "must be a Problem", "create one, for example with Problem.dense")]
+    refusals = problem.refusals()
+    if not refusals and direction not in (None, problem.direction):
+        rule = f"must be {direction}, which plan_{direction} plans"
+        refusals.append(refuse("direction", problem.direction, rule, "set it so"))
+    return refusals
 
 
-def arch_objections(arch: object) -> list[str]:
+def arch_refusals(arch: object) -> tuple[Refusal, ...]:
     """Returns why this is no target to plan for."""
-    if not isinstance(arch, str):
-        return [f"arch = {shown(arch)}: must be one of {', '.join(ARCHITECTURES)}; name the target of your GPU"]
     try:
         architecture(arch)
     except NotSupported as error:
-        return list(error.reasons)
-    return []
+        return error.refusals
+    return ()
 
 
-def _family_objections(family: object) -> list[str]:
+def _family_refusals(family: object) -> list[Refusal]:
     if family is None or (isinstance(family, str) and family in FAMILIES):
         return []
-    return [f"family = {shown(family)}: must be one of {', '.join(FAMILIES)}, or None; choose one"]
+    return [refuse("family", family, f"{one_of(FAMILIES)}, or None", "choose one")]
 
 
 def _family_of(problem: Problem, arch: str, tile: TileConfig, num_sms: int) -> str:

@@ -10,7 +10,7 @@ one form share their kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from cutlass_py_attn.integers import larger, smaller
 from cutlass_py_attn.problem.scalars import python_value
+from cutlass_py_attn.refusals import Refusal, refuse
 
 _PLAIN = frozenset((int, bool, str, type(None)))
 UNLIMITED = 2**30 - 2**17  # means no edge; its sum with lengths up to 2^29 stays in 32 bits
@@ -169,14 +170,6 @@ class Mask:
         visible = self.sees(query, key, num_queries, num_keys)
         return np.broadcast_to(visible, (num_queries, num_keys)).copy()
 
-    def objections(self) -> list[str]:
-        """Returns what is wrong with the numbers of the mask."""
-        return [
-            f"mask {side} = {edge!r}: must be an int of at least 0, or None for no limit; correct it"
-            for side, edge in (("left", self.left), ("right", self.right))
-            if edge is not None and (not isinstance(edge, int) or isinstance(edge, bool) or edge < 0)
-        ]
-
 
 @dataclass(frozen=True, slots=True)
 class Full(Mask):
@@ -204,13 +197,6 @@ class Causal(Mask):
     def right(self) -> int | None:
         """0: the key on the diagonal is the last visible key."""
         return 0
-
-    def objections(self) -> list[str]:
-        """Returns what is wrong with the window."""
-        size = self.window_size
-        if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
-            return []
-        return [f"window_size = {size!r}: must be an int of at least 1, or None for no window; correct it"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,15 +233,21 @@ class Window(Mask):
         return self.window_right
 
 
-def objections(mask: object) -> list[str]:
-    """Returns what is wrong with an object that was passed as a mask."""
-    if isinstance(mask, Mask):
-        return mask.objections()
-    return [f"mask = {mask!r}: must be a mask object such as Full() or Causal(); make one"]
-
-
 ALL: dict[str, type[Mask]] = {cls.name: cls for cls in (Full, Causal, CausalBottomRight, Window)}
 PLAIN = ("full", "causal", "causal_br")  # masks without numbers
+
+
+def refusals(mask: object) -> list[Refusal]:
+    """Returns why this is no mask, or which of its numbers are none."""
+    if type(mask) not in ALL.values():
+        return [refuse("mask", mask, "must be a mask object such as Full() or Causal()", "make one")]
+    least, none = (1, "no window") if isinstance(mask, Causal) else (0, "no limit")
+    numbers = {item.name: getattr(mask, item.name) for item in fields(mask)}  # type: ignore[arg-type]
+    return [
+        refuse(name, number, f"must be an int of at least {least}, or None for {none}", "correct it")
+        for name, number in numbers.items()
+        if number is not None and (type(number) is not int or number < least)
+    ]
 
 
 def from_name(name: str) -> Mask:

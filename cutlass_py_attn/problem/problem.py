@@ -26,7 +26,8 @@ from cutlass_py_attn.problem.tensors import (
     Shape,
     Tensor,
 )
-from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
+from cutlass_py_attn.problem.validation import TENSORS, refusals, score_terms_refusals, shape_refusals
+from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms import registry
 
 
@@ -118,7 +119,7 @@ class Problem:
             pages = with_python_numbers(self.pages)
             is_tensor = isinstance(pages.page_table, Tensor)
             yield "pages", replace(pages, page_table=with_python_numbers(pages.page_table)) if is_tensor else pages
-        if not any(score_terms_objections(self.score_terms)):
+        if not any(score_terms_refusals(self.score_terms)):
             yield "score_terms", tuple((name, with_python_numbers(tensor)) for name, tensor in self.score_terms)
 
     @staticmethod
@@ -127,8 +128,8 @@ class Problem:
 
         A shape with `tokens` gives the variable-length layout. NotSupported: `shape` is no Shape of ints.
         """
-        if reasons := shape_objections(shape):
-            raise NotSupported(reasons)
+        if wrong := shape_refusals(shape):
+            raise NotSupported(wrong)
         shape = with_python_numbers(shape)
 
         def tensor(name: str) -> Tensor:
@@ -273,12 +274,15 @@ class Problem:
         """Returns a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Returns every reason to refuse this problem: what was given, what is allowed, what to do."""
-        return objections(self)
+        return refusals(self)
+
+    def reasons(self) -> list[str]:
+        """Returns `refusals` as sentences."""
+        return [*map(str, self.refusals())]
 
     def check(self) -> None:
         """Raises NotSupported with every reason to refuse this problem, if there is one."""
-        reasons = self.reasons()
-        if reasons:
-            raise NotSupported(reasons)
+        if wrong := self.refusals():
+            raise NotSupported(wrong)

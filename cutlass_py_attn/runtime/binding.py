@@ -25,8 +25,9 @@ from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.refusals import Refusal, refuse, shown
 from cutlass_py_attn.runtime import driver, kernel_launch
 from cutlass_py_attn.runtime.params import KernelParams
 from cutlass_py_attn.runtime.plan_launchers import (
@@ -189,35 +190,37 @@ class Bound:
 
     def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
         """Raises NotSupported with every wrong name and address."""
+        names = ", ".join(self.tensor_names)
         if not isinstance(pointers, Mapping):
-            names = ", ".join(self.tensor_names)
-            raise NotSupported(f"pointers = {shown(pointers)}: must be a dict of device addresses of {names}; pass one")
-        reasons = [
-            f"{name} is missing: pointers must name {', '.join(self.tensor_names)}; add its address"
-            for name in self.tensor_names
-            if name not in pointers
-        ]
-        reasons += [
-            f"{name} is unknown: pointers must name {', '.join(self.tensor_names)}; leave it out"
-            for name in pointers
-            if name not in self.tensor_names
-        ]
+            raise NotSupported(refuse("pointers", pointers, f"must be a dict of addresses of {names}", "pass one"))
         alignments = self._params.alignments
         addresses = {name: (address, alignments[name]) for name, address in pointers.items() if alignments.get(name)}
         if workspace is not None:
             addresses["workspace"] = workspace, ROW_ALIGNMENT_BYTES
-        reasons += [
-            f"{name} = {_shown_address(address)}: must be a device address, {alignment}-byte aligned; copy it"
-            for name, (address, alignment) in addresses.items()
-            if self.kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
+        refusals = [
+            *(
+                refuse(name, None, f"pointers must name {names}", "add its address")
+                for name in self.tensor_names
+                if name not in pointers
+            ),
+            *(
+                refuse(name, pointers[name], f"pointers must name {names} alone", "leave it out")
+                for name in pointers
+                if name not in self.tensor_names
+            ),
+            *(
+                Refusal(name, _shown_address(address), f"must be a device address, {alignment}-byte aligned", "copy it")
+                for name, (address, alignment) in addresses.items()
+                if self.kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
+            ),
+            *(
+                refuse(name, number, "must be an int from 0 to 2**64 - 1", "correct it")
+                for name, number in pointers.items()
+                if alignments.get(name) == 0 and not 0 <= _number(number) < _ADDRESS_END
+            ),
         ]
-        reasons += [
-            f"{name} = {shown(number)}: must be an int from 0 to 2**64 - 1; correct it"
-            for name, number in pointers.items()
-            if alignments.get(name) == 0 and not 0 <= _number(number) < _ADDRESS_END
-        ]
-        if reasons:
-            raise NotSupported(reasons)
+        if refusals:
+            raise NotSupported(refusals)
 
 
 def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device: int = 0) -> Bound:
@@ -250,14 +253,14 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
 def _check_types(artifact: object, plan: object, problem: object) -> None:
     """Raises NotSupported with every argument of `bind` that has the wrong type, and every reason against `problem`."""
     reasons = [
-        f"{name} = {shown(given)}: must be {'an' if kind is Artifact else 'a'} {kind.__name__}; {remedy}"
+        refuse(name, given, f"must be {'an' if kind is Artifact else 'a'} {kind.__name__}", f"{remedy}")
         for name, given, kind, remedy in (
             ("artifact", artifact, Artifact, "pass what `compile` or a Folder returns for the plan's build"),
             ("plan", plan, Plan, "pass what `plan_forward` or `plan_backward` returns"),
         )
         if not isinstance(given, kind)
     ]
-    reasons += [] if problem is None else planner.problem_objections(problem)
+    reasons += [] if problem is None else planner.problem_refusals(problem)
     if reasons:
         raise NotSupported(reasons)
 

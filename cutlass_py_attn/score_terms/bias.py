@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
 if TYPE_CHECKING:
@@ -39,20 +40,16 @@ class Bias(ScoreTerm):
     tile_tables = ("bias", "score_mod")  # a bias tile takes shared memory
     needs_registers_sm90 = True
 
-    def objections(self, problem: Problem) -> Iterator[str]:
+    def refusals(self, problem: Problem) -> Iterator[Refusal]:
         if problem.bias is None:
             return
         whole = problem.shape.bias
         if not _broadcasts(problem.bias, whole):
-            yield (
-                f"bias has shape {problem.bias.shape}: each axis must be 1 or that of [batch, heads, queries, keys] = "
-                f"{whole}; reshape or expand it"
-            )
+            rule = f"each axis must be 1 or that of [batch, heads, queries, keys] = {whole}"
+            yield refuse("bias.shape", problem.bias.shape, rule, "reshape or expand it")
         elif problem.grad_bias is not None and not _broadcasts(problem.grad_bias, whole):
-            yield (
-                f"grad_bias has shape {problem.grad_bias.shape}: each axis must be 1 (summed over) or that of {whole}; "
-                "allocate it like the bias"
-            )
+            rule = f"each axis must be 1 (summed over) or that of {whole}"
+            yield refuse("grad_bias.shape", problem.grad_bias.shape, rule, "allocate it like the bias")
 
     def example(self, shape: Shape) -> dict[str, Any]:
         return {"bias": shape.bias}

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import choose, round_up
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms.philox import BLOCK_WORDS, WORD_MASK, blocks_of, uniforms
 from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
@@ -86,10 +87,10 @@ class DropoutTerm(ScoreTerm):
     def is_present(self, problem: Problem) -> bool:
         return problem.dropout_p != 0
 
-    def objections(self, problem: Problem) -> Iterator[str]:
+    def refusals(self, problem: Problem) -> Iterator[Refusal]:
         p = problem.dropout_p
         if not (isinstance(p, Real) and 0 <= float(p) <= 1):
-            yield f"dropout_p = {p}: must be a probability from 0 to 1; correct it"
+            yield refuse("dropout_p", p, "must be a probability from 0 to 1", "correct it")
 
     def device_scalars(self, problem: Problem) -> tuple[str, ...]:
         return PHILOX if problem.philox_on_device else ()

@@ -10,11 +10,12 @@ import hashlib
 import inspect
 import marshal
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms.alibi import Alibi
 from cutlass_py_attn.score_terms.bias import Bias
 from cutlass_py_attn.score_terms.dropout import DROPOUT
@@ -72,6 +73,14 @@ def terms() -> tuple[ScoreTerm, ...]:
 def registered() -> tuple[str, ...]:
     """Returns the names of the terms that `register` added, in alphabetical order."""
     return tuple(sorted(_registered))
+
+
+def unknown(given: Iterable[object]) -> Iterator[Refusal]:
+    """Yields the names of terms that are not registered."""
+    for name in given:
+        if name not in _registered:
+            rule = f"must be registered terms, {', '.join(registered()) or 'of which there is none'}"
+            yield refuse("score_terms", name, rule, "call score_terms.register first")
 
 
 def names() -> tuple[str, ...]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from cutlass_py_attn.refusals import Refusal, alignment_refusal, refuse
+
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Shape, Tensor
@@ -67,16 +69,16 @@ class VectorOperand:
         """Returns the names of the axes of an array of this rank."""
         return next(axes for axes in self.axes if len(axes) == rank)
 
-    def objections(self, name: str, tensor: Tensor, shape: Shape) -> Iterator[str]:
+    def refusals(self, name: str, tensor: Tensor, shape: Shape) -> Iterator[Refusal]:
         """Yields what is wrong with the operand, or with its gradient under that name."""
         allowed = self.shapes(shape)
         if tensor.shape not in allowed or tensor.dtype != "float32":
             shapes = " or ".join(str(list(sizes)) for sizes in allowed)
-            yield f"{name} has shape {tensor.shape} and dtype {tensor.dtype}: must be float32 {shapes}; convert it"
+            yield refuse(name, tensor, f"must be float32 {shapes}", "convert it")
         elif not tensor.is_contiguous:
-            yield f"{name} has strides {tensor.strides}: must be contiguous; copy it"
+            yield refuse(f"{name}.strides", tensor.strides, "must be contiguous", "copy it")
         elif tensor.alignment < np.dtype(np.float32).itemsize:
-            yield f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be 4; copy it"
+            yield alignment_refusal(name, tensor.alignment, np.dtype(np.float32).itemsize)
 
 
 class ScoreTerm:
@@ -133,11 +135,11 @@ class ScoreTerm:
         """Returns the names of the int64 scalars that kernels read from device memory."""
         return ()
 
-    def objections(self, problem: Problem) -> Iterator[str]:
+    def refusals(self, problem: Problem) -> Iterator[Refusal]:
         """Yields every reason to refuse the term: what was given, what is allowed, what to do."""
         if self.vector is not None:
             for name, tensor in self.vectors(problem).items():
-                yield from self.vector.objections(name, tensor, problem.shape)
+                yield from self.vector.refusals(name, tensor, problem.shape)
 
     # Planner and launch
 

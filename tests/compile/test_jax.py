@@ -35,6 +35,7 @@ from tests.support import crafted_json, fakes
 from tests.support.c_compiler import compiler
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact, decode
+from tests.support.refusals import expect_raised
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -356,8 +357,8 @@ def test_symbolic_sizes_are_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(NotSupported) as refusal:
         jax.export.export(jax.jit(call), platforms=["cuda"])(shape, lengths)
     assert refusal.value.reasons[0] == (
-        "query has shape (b, 16, 8, 64): must have no symbolic size, b, for a call is planned for its sizes; export a "
-        "program for each of them"
+        "query.shape = (b, 16, 8, 64) (tuple): must have no symbolic size, b, for a call is planned for its sizes; "
+        "export a program for each of them"
     )
 
 
@@ -571,19 +572,19 @@ def test_refusals_when_traced() -> None:
     with pytest.raises(NotSupported) as caught:
         attention(*arrays, dropout_p=0.1, maks=Full(), mask="causal", backend="cpu")
     assert [reason.split()[0] for reason in caught.value.reasons] == ["option", "dropout_p", "mask", "backend"]
-    with pytest.raises(NotSupported, match=r"value has dtype bfloat16 but query has float32"):
+    with pytest.raises(NotSupported, match=r"value.dtype = 'bfloat16' .*: must be float32 as query"):
         jax.eval_shape(ours, *arrays[:2], arrays[2].astype("bfloat16"))
     with pytest.raises(NotSupported, match=r"scale = .*must be a number"):
         jax.jit(lambda *a: ours(*a[:3], scale=a[3]))(*arrays, 0.5)
     with pytest.raises(NotSupported, match="alibi_slopes is differentiated: must be a constant"):
         jax.grad(lambda slopes: ours(*arrays, alibi_slopes=slopes).sum())(jnp.ones(H))
     assert ours(*arrays, alibi_slopes=jnp.ones(H)).shape == (B, MQ, H, D)
-    with pytest.raises(NotSupported, match="score_terms has 'distance_squared': must be registered terms"):
+    with pytest.raises(NotSupported, match=r"score_terms = 'distance_squared' .*: must be registered terms"):
         ours(*arrays, score_terms={"distance_squared": jnp.ones(H)})
     with distance_squared() as term:
         with pytest.raises(NotSupported, match="distance_squared is differentiated: must be a constant"):
             jax.grad(lambda slopes: ours(*arrays, score_terms={term.name: slopes}).sum())(jnp.ones(H))
-        with pytest.raises(NotSupported, match=r"distance_squared has shape \(3,\)"):
+        with pytest.raises(NotSupported, match=r"distance_squared = array of shape \(3,\)"):
             ours(*arrays, score_terms={term.name: jnp.ones(3)})
 
 
@@ -600,14 +601,14 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "bias str": ({"bias": "x"}, "bias = 'x' (str): must be an array"),
     "deterministic": ({"deterministic": "no"}, "deterministic = 'no' (str): must be True or False"),
     "window float": ({"mask": Causal(3.0)}, "window_size = 3.0 (float)"),  # type: ignore[arg-type]
-    "window list": ({"mask": Window([3], 0)}, "mask left = [3] (list)"),  # type: ignore[arg-type]
+    "window list": ({"mask": Window([3], 0)}, "window_left = [3] (list)"),  # type: ignore[arg-type]
     "mask": ({"mask": "causal"}, "mask = 'causal' (str)"),
     "base mask": ({"mask": Causal.__base__()}, "mask = Mask() (cutlass_py_attn.problem.masks.Mask)"),  # type: ignore[misc]
     "kernels": ({"kernels": 5}, "kernels = 5 (int)"),
     "kernels without a hash": ({"kernels": type("F", (), {"__call__": artifact, "__hash__": None})()}, "be hashable"),
     "arch int": ({"arch": 90}, "arch = 90 (int)"),
     "arch list": ({"arch": ["sm_90"]}, "arch = ['sm_90'] (list)"),
-    "arch unknown": ({"arch": "sm_10"}, "arch 'sm_10'"),
+    "arch unknown": ({"arch": "sm_10"}, "arch = 'sm_10' (str)"),
     "backend": ({"backend": 5}, "backend = 5 (int)"),
     "dropout_key": ({"dropout_p": 0.5, "dropout_key": "x"}, "dropout_key = 'x' (str)"),
     "sequences": ({"sequences": [0, 1]}, "sequences = [0, 1] (list)"),
@@ -733,19 +734,19 @@ def lengths(q: Any, k: Any, longest: tuple[int, int] = (412, 412), used: Any = N
 
 RIGHT = np.array([0, 100, 512])
 WRONG_LENGTHS: dict[str, tuple[VariableLength, str]] = {
-    "beyond the tokens": (lengths(np.array([0, 900, 100]), RIGHT), "cu_seqlens_q = [0, 900, 100]: must start with 0"),
-    "keys": (lengths(RIGHT, np.array([0, 900, 100])), "cu_seqlens_k = [0, 900, 100]: must start with 0"),
-    "start": (lengths(np.array([1, 100, 512]), RIGHT), "cu_seqlens_q = [1, 100, 512]: must start with 0"),
-    "64 bits": (lengths(RIGHT, np.array([0, 100, 512 + 2**32])), f"cu_seqlens_k = [0, 100, {512 + 2**32}]: must"),
-    "a list": (lengths([0, 900, 100], RIGHT), "cu_seqlens_q = [0, 900, 100]: must start with 0"),
-    "longest": (lengths(RIGHT, RIGHT, (412, 411)), "max_seqlen_k = 411: must be at least the longest sequence, 412"),
-    "used": (lengths(RIGHT, RIGHT, used=np.array([101, 412])), "seqused_k = [101, 412]: must be from 0 to the keys"),
+    "beyond the tokens": (lengths(np.array([0, 900, 100]), RIGHT), "cu_seqlens_q: start with 0"),
+    "keys": (lengths(RIGHT, np.array([0, 900, 100])), "cu_seqlens_k: start with 0"),
+    "start": (lengths(np.array([1, 100, 512]), RIGHT), "cu_seqlens_q: start with 0"),
+    "64 bits": (lengths(RIGHT, np.array([0, 100, 512 + 2**32])), "cu_seqlens_k: end at most at the 512 tokens"),
+    "a list": (lengths([0, 900, 100], RIGHT), "cu_seqlens_q: start with 0"),
+    "longest": (lengths(RIGHT, RIGHT, (412, 411)), "max_seqlen_k: at least the longest sequence, 412"),
+    "used": (lengths(RIGHT, RIGHT, used=np.array([101, 412])), "seqused_k: from 0 to the keys"),
 }
 
 
-@pytest.mark.parametrize(("sequences", "text"), WRONG_LENGTHS.values(), ids=WRONG_LENGTHS)
+@pytest.mark.parametrize(("sequences", "expected"), WRONG_LENGTHS.values(), ids=WRONG_LENGTHS)
 @pytest.mark.parametrize("how", ["eager", "jit", "grad", "vmap"])
-def test_wrong_numpy_lengths_are_refused_when_traced(sequences: VariableLength, text: str, how: str) -> None:
+def test_wrong_numpy_lengths_are_refused_when_traced(sequences: VariableLength, expected: str, how: str) -> None:
     """Nothing is planned, compiled or run: `kernels` fails."""
 
     def call(query: Any) -> Any:
@@ -758,10 +759,7 @@ def test_wrong_numpy_lengths_are_refused_when_traced(sequences: VariableLength, 
         "grad": jax.grad(lambda query: call(query).sum()),
         "vmap": lambda query: jax.vmap(call)(query[None]),
     }[how]
-    with pytest.raises(NotSupported) as caught:
-        traced(query)
-    (reason,) = caught.value.reasons
-    assert reason.startswith(text)
+    expect_raised(lambda: traced(query), [expected])
 
 
 def _no_kernels(build: Any) -> Any:

@@ -132,7 +132,7 @@ def test_the_rows_of_a_cache_are_not_split_over_devices() -> None:
 
     rows = jax.P(None, "x")
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    with pytest.raises(NotSupported, match=r"Paged\(...\) with context_axis: must be VariableLength or None"):
+    with pytest.raises(NotSupported, match=r"sequences = Paged\(.*: must be VariableLength or None with context_axis"):
         jax.shard_map(split, mesh=mesh, in_specs=rows, out_specs=rows)(QUERY)
 
 
@@ -150,10 +150,10 @@ def test_a_cache_has_no_gradients() -> None:
 def test_values_of_numpy_arrays_are_checked() -> None:
     with pytest.raises(NotSupported, match="must be from 0 to the 20 keys of the sequence's pages"):
         paged(QUERY, *POOLS, TABLE, LENGTHS + 1)
-    with pytest.raises(NotSupported, match="page_table has dtype float32: must be int32"):
+    with pytest.raises(NotSupported, match=r"page_table.dtype = 'float32' .*: must be int32"):
         paged(QUERY, *POOLS, jnp.zeros((3, 5)), LENGTHS)
     for table, lengths in ((TABLE[0, 0], LENGTHS), (TABLE[0], LENGTHS), (TABLE, LENGTHS[0]), (TABLE, LENGTHS[None])):
-        with pytest.raises(NotSupported, match=r"page_table has shape .*: must|seqused_k has shape .*: must"):
+        with pytest.raises(NotSupported, match=r"page_table.shape = .*: must|seqused_k = array of shape .*: must"):
             paged(QUERY, *POOLS, np.asarray(table), np.asarray(lengths))
 
 

@@ -131,7 +131,7 @@ def clears_no_ragged_rows(patch: Patch) -> None:
 
 def accepts_overlapping_results(patch: Patch) -> None:
     """A call that must be refused is launched."""
-    patch.setattr(output_checks, "reasons", lambda *_: [])
+    patch.setattr(output_checks, "refusals", lambda *_: [])
 
 
 def leaves_an_event(patch: Patch) -> None:

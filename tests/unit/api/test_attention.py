@@ -18,6 +18,7 @@ from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import InterfaceArray, aligned, artifact, decode
+from tests.support.refusals import expect
 
 BF16 = ml_dtypes.bfloat16
 B, MQ, MK, H, D, DV = 2, 40, 50, 3, 16, 24
@@ -87,9 +88,7 @@ def test_numpy_backward(driver_log: FakeDriver) -> None:
 
 @pytest.mark.parametrize("shape", [(B, H, MQ), (B, MQ, H, 64)])
 def test_a_gradient_of_logsumexp_of_another_shape_is_refused(driver_log: FakeDriver, shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        NotSupported, match=r"grad_logsumexp has shape .*: must be \(2, 3, 64\) float32, like logsumexp"
-    ):
+    with pytest.raises(NotSupported, match=r"grad_logsumexp = .*: must be \(2, 3, 64\) float32"):
         attention_backward(*backward_operands(), kernels=kernels, grad_logsumexp=np.ones(shape, "f4"))
     assert not driver_log.of("cuLaunchKernelEx")
 
@@ -134,12 +133,10 @@ def test_every_reason_before_any_driver_call(driver_log: FakeDriver) -> None:
             aligned((B, H, 32), "f4"),
             num_splits_key=0,
         )
-    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
-        "key has shape (2, 50, 3, 8)",
-        "value has dtype float32 but query has bfloat16",
-        "num_splits_key = 0 (int)",
-        "logsumexp has shape (2, 3, 32) and dtype float32",
-    ]
+    expect(
+        caught.value.refusals,
+        ["key.shape: (2, 50, 3, 16)", "value.dtype: as query", "num_splits_key: at least 1", "logsumexp: (2, 3, 64)"],
+    )
     assert driver_log.calls == []
 
 
@@ -147,7 +144,7 @@ def test_logsumexp_in_device_memory(driver_log: FakeDriver) -> None:
     rest: list[Any]
     *rest, logsumexp = [InterfaceArray(array) for array in backward_operands()]
     wide = InterfaceArray(aligned((B, H, 128), "f4")[..., ::2])
-    with pytest.raises(NotSupported, match="logsumexp is strided or misaligned"):
+    with pytest.raises(NotSupported, match=r"logsumexp.strides = .* must be contiguous"):
         attention_backward(*(*rest, wide), kernels=kernels)
     attention_backward(*(*rest, logsumexp), kernels=kernels)
     offset = aligned((B * H * 64 + 1,), "f4")[1:].reshape(B, H, 64)
@@ -224,5 +221,5 @@ def test_reference(dtype: Any) -> None:
 
 def test_reference_needs_numpy_arrays() -> None:
     query, key, value = operands()
-    with pytest.raises(NotSupported, match="query, value: must be NumPy arrays for backend='reference'"):
+    with pytest.raises(NotSupported, match=r"(?s)query = .*value = .*: must be a NumPy array for backend='reference'"):
         attention_forward([query], key, [value], backend="reference")

@@ -330,7 +330,7 @@ def test_gradients_named_twice_are_refused_before_a_launch(log: FakeDriver) -> N
     operands = [Tensor(SHAPE) for _ in range(5)]
     for gradients in (("query", "query"), ["key", "value", "key"]):
         for _ in range(2):
-            with pytest.raises(NotSupported, match=f"gradients names {gradients[-1]} 2 times: must name each once"):
+            with pytest.raises(NotSupported, match=r"gradients = .*: must name each once"):
                 attention_backward(*operands, Tensor((2, 3, 32)), gradients=gradients, kernels=artifact, stream=STREAM)  # type: ignore[arg-type]
     assert log.names == []
 

@@ -192,7 +192,7 @@ def test_numpy_out_gets_the_result(driver_log: FakeDriver, kernels: Kernels) -> 
     assert (target == 3).all()
     assert (target.base[..., D:] == 1).all()
     target.flags.writeable = False
-    with pytest.raises(NotSupported, match="output is a read-only array: must be a writable one"):
+    with pytest.raises(NotSupported, match=r"output = .*: must be writable"):
         attention_forward(*arrays_of(FORWARD).values(), kernels=kernels, out=target)
 
 
@@ -239,7 +239,7 @@ def test_packed_gradients(driver_log: FakeDriver, kernels: Kernels) -> None:
     steps = [struct["grad_key"] - struct["grad_query"], struct["grad_value"] - struct["grad_key"]]
     assert steps == [H * D * 2] * 2
     assert [struct[f"grad_value_{axis}"] for axis in ("batch", "row", "head")] == [MQ * 3 * H * D, 3 * H * D, D]
-    with pytest.raises(NotSupported, match="packed: the operands' library is unknown"):
+    with pytest.raises(NotSupported, match=r"packed = True: .* arrays of an unknown library"):
         attention_backward(*on_device(operands), kernels=kernels, packed=True)
 
 
@@ -284,7 +284,7 @@ def test_options_that_only_the_backward_has(driver_log: FakeDriver, kernels: Ker
     attention_backward(*on_device(arrays_of(BACKWARD)), kernels=kernels, **option)
     assert kernels.build.deterministic == ("deterministic" in option)
     assert last_struct(driver_log, kernels)["num_splits_key"] == 1
-    with pytest.raises(NotSupported, match="is unknown"):
+    with pytest.raises(NotSupported, match="option = "):
         attention_forward(*on_device(arrays_of(FORWARD)), kernels=kernels, **option)
 
 

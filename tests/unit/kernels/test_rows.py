@@ -12,7 +12,7 @@ from cutlass_py_attn.kernels.sm90_family import tile_time, tiles
 from cutlass_py_attn.kernels.sm90_family.row import NEVER, Row, Speed
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.expressions import ONE
-from cutlass_py_attn.launch.tile_config import TileConfig, tile_objections
+from cutlass_py_attn.launch.tile_config import TileConfig, tile_refusals
 from cutlass_py_attn.launch.variants import WITH_OPTIONS
 from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
@@ -53,7 +53,7 @@ def test_every_row_builds_and_states_its_options_and_its_speed(row: Row) -> None
     """The options are those that its kernel bodies have; a row without a speed says why."""
     places = rows()[row]
     directions = {name.split()[0] for name, _ in places}
-    assert tile_objections(row.tile) == []
+    assert tile_refusals(row.tile) == []
     assert {(row.tile.options is None) == (row.tile.variant not in WITH_OPTIONS[it]) for it in directions} == {True}
     assert row.speed
     assert isinstance(row.speed, str) or set(row.speed) <= set(tile_time.SPEED_DIMS)

@@ -102,8 +102,9 @@ def test_strides_of_a_scale(name: str, strides: tuple[int, ...]) -> None:
 def test_what_no_kernel_takes_has_a_remedy(name: str, reason: str) -> None:
     with pytest.raises(NotSupported) as caught:
         plan_of(name)
-    (said,) = caught.value.reasons
-    assert said == f"key and value of float8_e4m3fn: no kernel takes {reason}; dequantise, each code times its scale"
+    (refusal,) = caught.value.refusals
+    assert (refusal.field, refusal.rule) == ("key.dtype", f"no kernel takes {reason}")
+    assert refusal.remedy == "dequantise, each code times its scale"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])

@@ -111,5 +111,5 @@ def test_warps_that_do_not_divide_a_product_of_the_backward_are_refused(grid: st
 def test_a_problem_that_no_tile_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     without_tiles = dataclasses.replace(FAMILIES["sm80"], tiles=lambda problem, num_sms, any_length: ())
     monkeypatch.setitem(FAMILIES, "sm80", without_tiles)
-    with pytest.raises(NotSupported, match="no tile fits sm_80: the tile table has no tile for it; use a smaller head"):
+    with pytest.raises(NotSupported, match="no tile fits: the tile table has no tile for it; use a smaller head"):
         plan(parse("bf16_d128_q200_s300_b2_h2_causal").problem("forward"), "sm_80")
