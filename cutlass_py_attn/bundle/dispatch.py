@@ -199,7 +199,7 @@ def _first_tile(kind: _Kind, rows: int, batch: int) -> str:
     text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{cache}"
     problem, limits = spec.parse(text).problem("forward"), architecture(kind.arch)
     for tile in decode_tiles(problem):
-        build, objections = build_for(problem, kind.arch, tile, "decode")
-        if kind.arch not in tile.not_on and not (objections or resources.objections(build, limits)):
+        build, refused = build_for(problem, kind.arch, tile, "decode")
+        if kind.arch not in tile.not_on and not (refused or resources.refusals(build, limits)):
             return str(TileConfig.of(build))
     return ""

@@ -74,8 +74,8 @@ class Choices:
             if self.arch in tile.not_on:
                 continue
             if (family, tile) not in self._fitting:
-                build, objections = build_for(self.problem, self.arch, tile, family)
-                fits = not (objections or resources.objections(build, self._limits))
+                build, refused = build_for(self.problem, self.arch, tile, family)
+                fits = not (refused or resources.refusals(build, self._limits))
                 self._fitting[family, tile] = build if fits else None
             found = self._fitting[family, tile]
             if found is not None:

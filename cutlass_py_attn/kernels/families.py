@@ -17,6 +17,7 @@ from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows, with_nearest_op
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.refusals import Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Family:
     tiles: the tiles that the planner tries for a problem on so many multiprocessors, the fastest first; those for
         sequences of any length alone if the last argument says so
     with_options: a tile of a caller, with options if it leaves them open
-    objections: why the variant of a tile would compute a problem wrongly, which the rules of its Build do not see
+    refusals: why the variant of a tile would compute a problem wrongly, which the rules of its Build do not see
     rejection: the end of a sentence that says why they do not compute a problem; "" for a problem that is not theirs
     preference: the end of a sentence that says why the planner prefers the tile of a Build on so many multiprocessors
     """
@@ -39,7 +40,7 @@ class Family:
     unsupported_features: Callable[[Problem], tuple[str, ...]]
     tiles: Callable[[Problem, int, bool], Iterable[TileConfig]]
     with_options: Callable[[Problem, TileConfig], TileConfig] = lambda problem, tile: tile
-    objections: Callable[[Problem, TileConfig], list[str]]
+    refusals: Callable[[Problem, TileConfig], list[Refusal]]
     rejection: Callable[[Problem], str]
     preference: Callable[[Problem, Build, int], str]
 
@@ -53,7 +54,7 @@ _DECODE: Final = Family(
     needs_wgmma=False,
     unsupported_features=decode.unsupported_features,
     tiles=lambda problem, num_sms, any_length: decode_tiles(problem),
-    objections=lambda problem, tile: [],
+    refusals=lambda problem, tile: [],
     rejection=decode.rejection_reason,
     preference=lambda problem, build, num_sms: "",
 )
@@ -63,7 +64,7 @@ _SM90: Final = Family(
     unsupported_features=sm90_choice.unsupported_features,
     tiles=lambda problem, num_sms, any_length: sm90_choice.applicable(problem, num_sms, any_length=any_length),
     with_options=with_nearest_options,
-    objections=sm90_choice.objections,
+    refusals=sm90_choice.refusals,
     rejection=sm90_choice.rejection_reason,
     preference=_sm90_preference,
 )
@@ -72,7 +73,7 @@ _SM80: Final = Family(
     needs_wgmma=False,
     unsupported_features=sm80.unsupported_features,
     tiles=lambda problem, num_sms, any_length: sm80_tiles(problem),
-    objections=lambda problem, tile: [],
+    refusals=lambda problem, tile: [],
     rejection=lambda problem: "",
     preference=lambda problem, build, num_sms: "",
 )

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from cutlass_py_attn import refusals
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Buffer, Build, Warps
 from cutlass_py_attn.launch.expressions import ONE, Expr, Grid
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms import registry
 
-Objections = Iterator[str]
+Refusals = Iterator[Refusal]
 Tile = tuple[int, int]
 
 TERMS: Final = tuple(term.name for term in registry.BUILT_IN)
@@ -79,7 +81,7 @@ def fixed_order(build: Build) -> tuple[str, ...]:
 class FusedKernel(Kernel):
     """A kernel body of attention, which has tiles.
 
-    objections: why it cannot be built with a Build's tiles, warps, stages and features
+    refusals: why it cannot be built with a Build's tiles, warps, stages and features
     with_warps: the Build with the warps of each product
     shared_memory: the shared-memory map of a thread block
     products: the products of mma.sync, whose warps must divide their rows and columns
@@ -89,10 +91,10 @@ class FusedKernel(Kernel):
     reason: how the blocks of a plan divide the work, from the values of the plan's names
     steps: the steps of one iteration of its warpgroups, if their order is a choice
 
-    Each but the first is asked about Builds without objections.
+    Each but the first is asked about Builds without refusals.
     """
 
-    objections: Callable[[Build], Objections]
+    refusals: Callable[[Build], Refusals]
     with_warps: Callable[[Build], Build]
     shared_memory: Callable[[Build], tuple[Buffer, ...]]
     products: Callable[[Build], tuple[Product, ...]]
@@ -123,9 +125,9 @@ def block_registers(build: Build, limits: Architecture) -> int:
     return limits.register_limit(build.threads)
 
 
-def refuse(build: Build, field: str, reason: str) -> str:
-    """Returns "field = value: reason"."""
-    return f"{field} = {getattr(build, field)!r}: {reason}"
+def refuse(build: Build, field: str, rule: str, remedy: str) -> Refusal:
+    """Returns the refusal of a field of a Build."""
+    return refusals.refuse(field, getattr(build, field), rule, remedy)
 
 
 def listed(choices: tuple[object, ...]) -> str:

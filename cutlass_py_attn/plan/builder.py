@@ -13,20 +13,21 @@ from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import build_rules
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, Tensor
+from cutlass_py_attn.refusals import Refusal
 
 
-def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tuple[Build, list[str]]:
+def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tuple[Build, list[Refusal]]:
     """Returns the Build of a tile, and why no kernel body can be built like this.
 
     The Build has warps of each product and a shared-memory map only if the list is empty. Whether it then fits the
-    target is what `resources.objections` says.
+    target is what `resources.refusals` says.
     """
     return next(builds_for(problem, arch, (tile,), family))
 
 
 def builds_for(
     problem: Problem, arch: str, tiles: Iterable[TileConfig], family: str
-) -> Iterator[tuple[Build, list[str]]]:
+) -> Iterator[tuple[Build, list[Refusal]]]:
     """Yields `build_for` of each tile; what the problem alone decides is computed once."""
     decided = _decided_by(problem)
     for tile in tiles:
@@ -76,11 +77,11 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _finished(build: Build) -> tuple[Build, list[str]]:
+def _finished(build: Build) -> tuple[Build, list[Refusal]]:
     """Returns the Build with warps of each product and a shared-memory map, or why no kernel body can be built so."""
-    objections = build_rules.objections(build)
-    if objections:
-        return build, objections
+    refused = build_rules.refusals(build)
+    if refused:
+        return build, refused
     kernel = fused_kernel_of(build)
     build = kernel.with_warps(build)
     return replace(build, shared_memory=kernel.shared_memory(build)), []

@@ -93,9 +93,9 @@ def plan_with_tile(
         rule = f"takes no {', '.join(missing)} on {arch}"
         raise NotSupported(refuse("family", chosen, rule, "use family sm80"))
     build, found = build_for(problem, arch, FAMILIES[chosen].with_options(problem, tile), chosen)
-    found = found or resources.objections(build, limits)
+    found = found or resources.refusals(build, limits)
     if min(tile.tile_m, tile.tile_n) > 0:  # the rules of a problem count its tiles
-        found += FAMILIES[chosen].objections(problem, tile)
+        found += FAMILIES[chosen].refusals(problem, tile)
     if found:
         raise DoesNotFit(found)
     return plan_of_build(problem, build, count)
@@ -134,8 +134,8 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
     missing = _unsupported(problem, arch, family)
     if not missing:
         tried = _tried(problem, arch, family, architecture(arch).num_sms, any_length=False)
-        found = tried[-1][1] if tried else ["the tile table has no tile for it"]
-        return [refuse("arch", arch, f"no tile fits: {'; '.join(map(str, found))}", "use a smaller head_dim")]
+        found = "; ".join(map(str, tried[-1][1])) if tried else "the tile table has no tile for it"
+        return [refuse("arch", arch, f"no tile fits: {found}", "use a smaller head_dim")]
     remedy = "dequantise, each code times its scale"
     if has_latent_rows:
         has_small_pages = problem.pages is not None and problem.key.shape[1] < LEAST_PAGE_SIZE
@@ -277,17 +277,17 @@ def _builds(problem: Problem, arch: str, family: Family, num_sms: int, *, any_le
     if _unsupported(problem, arch, family):
         return []
     tried = _tried(problem, arch, family, num_sms, any_length=any_length)
-    return [build for build, objections in tried if not objections]
+    return [build for build, refused in tried if not refused]
 
 
 def _tried(
     problem: Problem, arch: str, family: Family, num_sms: int, *, any_length: bool
-) -> list[tuple[Build, list[str]]]:
+) -> list[tuple[Build, list[Refusal]]]:
     """Returns the build of each tile that is meant for the target, with every reason why it does not fit."""
     limits = architecture(arch)
     tiles = (tile for tile in family.tiles(problem, num_sms, any_length) if arch not in tile.not_on)
     tried = builds_for(problem, arch, tiles, family.name)
-    return [(build, found or resources.objections(build, limits)) for build, found in tried]
+    return [(build, found or resources.refusals(build, limits)) for build, found in tried]
 
 
 def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[Launch]:

@@ -83,10 +83,10 @@ def test_the_grid_holds_tiles_that_fit_and_names_what_rules_out_the_others(
 @pytest.mark.parametrize(
     ("direction", "tile", "said"),
     [
-        ("backward", UNFIT, "accumulators = 256 registers a thread: 208 are left"),
-        ("backward", "64x64x16:2,2", "tile_n = 64: each warpgroup owns 64 keys; use 128"),
-        ("backward", "64x128x16:3,2+per_head", "variant = 'per_head': the standard variant is faster"),
-        ("forward", "192x128x12:2", "tile_m = 192: each warpgroup owns 64 rows"),
+        ("backward", UNFIT, "accumulators = 256 (int): 208 registers"),
+        ("backward", "64x64x16:2,2", "tile_n = 64 (int): each warpgroup owns 64 keys; use 128"),
+        ("backward", "64x128x16:3,2+per_head", "variant = 'per_head' (str): the standard variant is faster"),
+        ("forward", "192x128x12:2", "tile_m = 192 (int): each warpgroup owns 64 rows"),
     ],
 )
 def test_a_tile_that_cannot_run_is_never_compiled(direction: str, tile: str, said: str) -> None:

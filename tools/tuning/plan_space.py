@@ -21,6 +21,7 @@ from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import FLOAT8
+from cutlass_py_attn.refusals import refuse
 
 FAMILIES: Final = ("sm90", "sm80")
 ARCHS: Final = {"sm90": "sm_90a", "sm80": "sm_90"}
@@ -171,9 +172,9 @@ def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileCon
 def _candidate(problem: Problem, family: str, arch: str, tile: TileConfig) -> Candidate:
     """Returns the candidate of a tile, with the options that `plan_with_tile` gives it."""
     limits, tile = architecture(arch), families.FAMILIES[family].with_options(problem, tile)
-    build, objections = build_for(problem, arch, tile, family)
-    objections = objections or resources.objections(build, limits)
-    if family == "sm90" and not objections and not sm90_choice.applies(problem, tile, limits.num_sms):
-        reasons = sm90_choice.objections(problem, tile)
-        objections = reasons or [f"variant = {tile.variant!r}: the standard variant is faster for these lengths"]
-    return Candidate(build, tuple(objections))
+    build, refused = build_for(problem, arch, tile, family)
+    refused = refused or resources.refusals(build, limits)
+    if family == "sm90" and not refused and not sm90_choice.applies(problem, tile, limits.num_sms):
+        slower = refuse("variant", tile.variant, "the standard variant is faster for these lengths", "use that")
+        refused = sm90_choice.refusals(problem, tile) or [slower]
+    return Candidate(build, tuple(map(str, refused)))

@@ -10,7 +10,7 @@ from cutlass_py_attn.integers import log2
 from cutlass_py_attn.kernels.decode.layout import CUT_WORDS, MAX_QUERIES, decode_map, persistent_map, team_warps
 from cutlass_py_attn.kernels.kernel import (
     FusedKernel,
-    Objections,
+    Refusals,
     block_registers,
     listed,
     no_products,
@@ -57,39 +57,36 @@ LEAST_COPY: Final = 4  # bytes: the least that cp.async copies
 _ROWS, _TEAM_ROWS, _NUM_TEAMS, _FIXED_CHUNKS = Name("rows"), Name("team_rows"), Name("num_teams"), Name("fixed_chunks")
 
 
-def _objections(build: Build) -> Objections:
+def _refusals(build: Build) -> Refusals:
     """Yields the rules of the decode kernels."""
     widest = MAX_HEAD_DIM[build.item_bytes]
     for field in ("head_dim", "head_dim_value"):
         if getattr(build, field) > widest:
-            yield refuse(build, field, f"the decode kernels of {build.dtype} end at {widest}; use family sm80")
+            yield refuse(build, field, f"the decode kernels of {build.dtype} end at {widest}", "use family sm80")
     if build.vector_bytes < LEAST_COPY:
-        yield refuse(build, "vector_bytes", f"cp.async copies at least {LEAST_COPY} bytes; align rows to that")
+        yield refuse(build, "vector_bytes", f"cp.async copies at least {LEAST_COPY} bytes", "align rows to that")
         return
     if build.query_stages < 2:
-        yield refuse(build, "query_stages", "one key tile is loaded while another is multiplied; use 2 or more")
+        yield refuse(build, "query_stages", "one key tile is loaded while another is multiplied", "use 2 or more")
     if build.tile_m not in TILE_M:
-        yield refuse(build, "tile_m", f"query rows of all heads of a group; use {listed(TILE_M)}")
+        yield refuse(build, "tile_m", "query rows of all heads of a group", f"use {listed(TILE_M)}")
         return
     warps_of_team = team_warps(build.tile_m, build.columns_value, build.item_bytes)
     if warps_of_team > 1 and build.tile_m // warps_of_team < SHARED_ROWS:
-        yield refuse(build, "tile_m", f"a warp holds {MMA_ROWS} rows of this head_dim_value; use {MMA_ROWS}")
+        yield refuse(build, "tile_m", f"a warp holds {MMA_ROWS} rows of this head_dim_value", f"use {MMA_ROWS}")
         return
     if build.warps not in WARPS or build.warps % warps_of_team or build.warps * WARP_THREADS < build.tile_m:
         allowed = [warps for warps in WARPS if warps % warps_of_team == 0 and warps * WARP_THREADS >= build.tile_m]
-        yield refuse(build, "warps", f"{build.tile_m} rows need teams of {warps_of_team}; use {listed((*allowed,))}")
+        yield refuse(build, "warps", f"{build.tile_m} rows need teams of {warps_of_team}", f"use {listed((*allowed,))}")
         return
     teams = build.warps // warps_of_team
     if build.tile_n % (teams * MMA_ROWS):
-        yield refuse(
-            build,
-            "tile_n",
-            f"each of {teams} teams has multiples of {MMA_ROWS} keys; use a multiple of {teams * MMA_ROWS}",
-        )
+        rule = f"each of {teams} teams has multiples of {MMA_ROWS} keys"
+        yield refuse(build, "tile_n", rule, f"use a multiple of {teams * MMA_ROWS}")
         return
     if build.variant == PERSISTENT and not (build.has(registry.PAGED) or build.has(registry.KV8)):
-        reason = "variant persistent reads caches in pages or of e4m3 codes; use the standard variant"
-        yield refuse(build, "variant", reason)
+        rule = "variant persistent reads caches in pages or of e4m3 codes"
+        yield refuse(build, "variant", rule, "use the standard variant")
     if build.has(registry.KV8):
         yield from _kv8(build, build.tile_n // teams)
         return
@@ -97,17 +94,18 @@ def _objections(build: Build) -> Objections:
         threads = warps_of_team * WARP_THREADS
         at_once = rows_copied_at_once(threads, columns * build.item_bytes, build.vector_bytes)
         if build.tile_n // teams % at_once:
-            yield refuse(build, "tile_n", f"a team copies {at_once} rows at once; use a multiple of {teams * at_once}")
+            rule = f"a team copies {at_once} rows at once"
+            yield refuse(build, "tile_n", rule, f"use a multiple of {teams * at_once}")
 
 
-def _kv8(build: Build, keys: int) -> Objections:
+def _kv8(build: Build, keys: int) -> Refusals:
     """An e4m3 cache; keys: of a team, of which each lane of a warp has the scales of one."""
     if build.variant != PERSISTENT:
-        yield refuse(build, "variant", "of the decode kernels, variant persistent alone reads e4m3 codes; use that")
+        yield refuse(build, "variant", "of the decode kernels, variant persistent alone reads e4m3 codes", "use that")
     if build.item_bytes != 2:
-        yield refuse(build, "dtype", "the query of an e4m3 cache has 16 bits; use float16 or bfloat16")
+        yield refuse(build, "dtype", "the query of an e4m3 cache has 16 bits", "use float16 or bfloat16")
     if keys > WARP_THREADS:
-        yield refuse(build, "tile_n", f"a team has at most {WARP_THREADS} keys; use fewer keys or more warps")
+        yield refuse(build, "tile_n", f"a team has at most {WARP_THREADS} keys", "use fewer keys or more warps")
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
@@ -299,7 +297,7 @@ FORWARD: Final = FusedKernel(
     module="decode.forward",
     summary="split-KV: the keys of a head split over blocks",
     layouts=registry.LAYOUTS,
-    objections=_objections,
+    refusals=_refusals,
     with_warps=_with_warps,
     shared_memory=decode_map,
     products=no_products,

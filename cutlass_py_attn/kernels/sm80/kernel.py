@@ -9,8 +9,8 @@ from typing import Final
 from cutlass_py_attn.kernels.kernel import (
     TERMS,
     FusedKernel,
-    Objections,
     Product,
+    Refusals,
     block_registers,
     listed,
     no_splits,
@@ -137,46 +137,42 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name, is_present in present.items() if is_present)
 
 
-def _forward_objections(build: Build) -> Objections:
+def _forward_refusals(build: Build) -> Refusals:
     """Yields the rules of the forward."""
     yield from _tile(build)
     if build.query_stages != 1:
-        yield refuse(build, "query_stages", "the standard sm80 forward has one key and value stage; use 1")
+        yield refuse(build, "query_stages", "the standard sm80 forward has one key and value stage", "use 1")
     if build.tile_m % (build.warps * MMA_ROWS):
-        yield refuse(
-            build, "tile_m", f"each of {build.warps} warps owns rows of S in multiples of {MMA_ROWS}; use such rows"
-        )
+        rule = f"each of {build.warps} warps owns rows of S in multiples of {MMA_ROWS}"
+        yield refuse(build, "tile_m", rule, "use such rows")
     yield from _copies(build)
 
 
-def _backward_objections(build: Build) -> Objections:
+def _backward_refusals(build: Build) -> Refusals:
     """Yields the rules of the backward."""
     yield from equal_stages(build)
     yield from _tile(build)
     if build.query_stages not in (1, 2):
-        yield refuse(build, "query_stages", "the sm80 backward loads at most one query tile ahead; use 1 or 2")
+        yield refuse(build, "query_stages", "the sm80 backward loads at most one query tile ahead", "use 1 or 2")
     yield from _copies(build)
 
 
-def equal_stages(build: Build) -> Objections:
+def equal_stages(build: Build) -> Refusals:
     """Yields the rule that a backward has as many stages of grad_output as of query."""
     if build.grad_output_stages != build.query_stages:
-        yield refuse(
-            build,
-            "grad_output_stages",
-            f"must be query_stages = {build.query_stages}: the sm80 backward advances both together; set it so",
-        )
+        rule = f"must be query_stages = {build.query_stages}: the sm80 backward advances both together"
+        yield refuse(build, "grad_output_stages", rule, "set it so")
 
 
-def _tile(build: Build) -> Objections:
+def _tile(build: Build) -> Refusals:
     for field, allowed in (("tile_m", TILE_M), ("tile_n", TILE_N)):
         if getattr(build, field) not in allowed:
-            yield refuse(build, field, f"the standard sm80 kernels have {listed(allowed)} rows; use those")
+            yield refuse(build, field, f"the standard sm80 kernels have {listed(allowed)} rows", "use those")
     if build.warps not in WARPS:
-        yield refuse(build, "warps", f"the sm80 kernels divide their tiles among {listed(WARPS)} warps; use one")
+        yield refuse(build, "warps", f"the sm80 kernels divide their tiles among {listed(WARPS)} warps", "use one")
 
 
-def _copies(build: Build) -> Objections:
+def _copies(build: Build) -> Refusals:
     """The threads of a block copy several rows of a tile at once, so a tile has a multiple of these rows."""
     widths: list[tuple[int, tuple[str, ...]]]
     widths = [(columns * build.item_bytes, ("tile_m", "tile_n")) for columns in (build.columns, build.columns_value)]
@@ -187,9 +183,8 @@ def _copies(build: Build) -> Objections:
         for field in fields:
             # Fewer threads than one row needs copy no whole row; _tile refuses so few warps.
             if at_once and getattr(build, field) % at_once:
-                yield refuse(
-                    build, field, f"{build.threads} threads copy {at_once} rows at once; use a multiple of that"
-                )
+                rule = f"{build.threads} threads copy {at_once} rows at once"
+                yield refuse(build, field, rule, "use a multiple of that")
 
 
 FORWARD: Final = FusedKernel(
@@ -201,7 +196,7 @@ FORWARD: Final = FusedKernel(
     layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     terms=TERMS,
     takes_registered_terms=True,
-    objections=_forward_objections,
+    refusals=_forward_refusals,
     with_warps=_forward_warps,
     shared_memory=layout.forward_map,
     products=_forward_products,
@@ -218,7 +213,7 @@ BACKWARD: Final = replace(
     module="sm80.backward",
     summary="one block per key tile or split of the key tiles",
     layouts=registry.LAYOUTS,
-    objections=_backward_objections,
+    refusals=_backward_refusals,
     with_warps=_backward_warps,
     shared_memory=layout.backward_map,
     products=_backward_products,

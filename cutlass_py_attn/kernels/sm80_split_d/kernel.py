@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns
-from cutlass_py_attn.kernels.kernel import Objections, Product, listed, refuse
+from cutlass_py_attn.kernels.kernel import Product, Refusals, listed, refuse
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
 from cutlass_py_attn.kernels.sm80_split_d.layout import (
     HEAD_DIM_SPLIT_MULTIPLE,
@@ -35,12 +35,12 @@ def _evened(build: Build) -> Build:
     return replace(build, head_dim_split=even_head_dim_split(build.head_dim_split, widest))
 
 
-def _also_evened(objections: Callable[[Build], Objections]) -> Callable[[Build], Objections]:
+def _also_evened(refusals: Callable[[Build], Refusals]) -> Callable[[Build], Refusals]:
     """Returns the rules of a build, and of the build with even column blocks if it breaks none."""
 
-    def of_both(build: Build) -> Objections:
-        broken = [*objections(build)]
-        yield from broken or objections(_evened(build))
+    def of_both(build: Build) -> Refusals:
+        broken = [*refusals(build)]
+        yield from broken or refusals(_evened(build))
 
     return of_both
 
@@ -101,41 +101,36 @@ def _grid(of_tiles: Callable[[Build], Grid]) -> Callable[[Build], Grid]:
     return of_blocks
 
 
-def _forward_objections(build: Build) -> Objections:
+def _forward_refusals(build: Build) -> Refusals:
     """Yields the rules of the forward."""
-    return _shared_objections(build, [("tile_n", build.block_columns_value)])
+    return _shared_refusals(build, [("tile_n", build.block_columns_value)])
 
 
-def _backward_objections(build: Build) -> Objections:
+def _backward_refusals(build: Build) -> Refusals:
     """Yields the rules of the backward."""
     yield from sm80.equal_stages(build)
-    yield from _shared_objections(build, [("tile_m", build.block_columns), ("tile_m", build.block_columns_value)])
+    yield from _shared_refusals(build, [("tile_m", build.block_columns), ("tile_m", build.block_columns_value)])
 
 
-def _shared_objections(build: Build, tiles: list[tuple[str, int]]) -> Objections:
+def _shared_refusals(build: Build, tiles: list[tuple[str, int]]) -> Refusals:
     """Yields the rules of both; tiles: fields with the rows of column blocks that threads copy, and their columns."""
     for field, allowed in (("tile_m", TILE_M), ("tile_n", TILE_N)):
         if getattr(build, field) not in allowed[build.kind]:
-            yield refuse(build, field, f"the split-D {build.kind} has {listed(allowed[build.kind])} rows; use those")
+            yield refuse(build, field, f"the split-D {build.kind} has {listed(allowed[build.kind])} rows", "use those")
     if build.warps != WARPS:
-        yield refuse(build, "warps", f"{WARPS} warps divide the column blocks; use {WARPS}")
+        yield refuse(build, "warps", f"{WARPS} warps divide the column blocks", f"use {WARPS}")
     if build.query_stages < 2:
-        yield refuse(build, "query_stages", "one step is loaded while another is multiplied; use 2 or more")
+        yield refuse(build, "query_stages", "one step is loaded while another is multiplied", "use 2 or more")
     if build.head_dim_split % HEAD_DIM_SPLIT_MULTIPLE or not 0 < build.head_dim_split <= MAX_HEAD_DIM_SPLIT:
-        yield refuse(
-            build,
-            "head_dim_split",
-            f"must be a multiple of {HEAD_DIM_SPLIT_MULTIPLE} up to {MAX_HEAD_DIM_SPLIT}, "
-            "so that the warps divide it; use one",
+        rule = (
+            f"must be a multiple of {HEAD_DIM_SPLIT_MULTIPLE} up to {MAX_HEAD_DIM_SPLIT}, so that the warps divide it"
         )
+        yield refuse(build, "head_dim_split", rule, "use one")
         return
     for field, columns in tiles:
         if not copyable_rows(build, getattr(build, field), columns):
-            yield refuse(
-                build,
-                field,
-                f"{build.threads} threads copy more rows of {columns} columns at once; use 64, or the standard variant",
-            )
+            rule = f"{build.threads} threads copy more rows of {columns} columns at once"
+            yield refuse(build, field, rule, "use 64, or the standard variant")
 
 
 FORWARD: Final = replace(
@@ -144,7 +139,7 @@ FORWARD: Final = replace(
     module="sm80_split_d.forward",
     summary="head_dim_value split over blocks",
     layouts=(*registry.LAYOUTS, registry.PAGED),
-    objections=_also_evened(_forward_objections),
+    refusals=_also_evened(_forward_refusals),
     with_warps=_forward_warps,
     shared_memory=split_d_map,
     products=_forward_products,
@@ -156,7 +151,7 @@ BACKWARD: Final = replace(
     variant=SPLIT_D,
     module="sm80_split_d.backward",
     summary="head dims split over blocks",
-    objections=_also_evened(_backward_objections),
+    refusals=_also_evened(_backward_refusals),
     with_warps=_backward_warps,
     shared_memory=split_d_map,
     products=_backward_products,

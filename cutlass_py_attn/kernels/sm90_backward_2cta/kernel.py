@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.kernels.kernel import Objections, fixed_order, refuse
+from cutlass_py_attn.kernels.kernel import Refusals, fixed_order, refuse
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS
@@ -16,26 +16,26 @@ from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.variants import TWO_CTA
 
 
-def _objections(build: Build) -> Objections:
+def _refusals(build: Build) -> Refusals:
     """Yields the rules of the kernel."""
     yield from sm90_standard(build)
     yield from all_gradients(build)
     yield from backward_warp_rules(build, (CONSUMER_WARPGROUPS,))
     for field, reason in (("tile_m", "dQ of both blocks has"), ("tile_n", "one warpgroup has one gradient of")):
         if getattr(build, field) != WARPGROUP_ROWS:
-            yield refuse(build, field, f"in variant 2cta {reason} {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+            yield refuse(build, field, f"in variant 2cta {reason} {WARPGROUP_ROWS} rows", f"use {WARPGROUP_ROWS}")
     if max(build.head_dim, build.head_dim_value) <= NARROW_HEAD_DIM:
-        yield refuse(
-            build, "head_dim", f"variant 2cta is for head dims beyond {NARROW_HEAD_DIM}; use the standard variant"
-        )
+        rule = f"variant 2cta is for head dims beyond {NARROW_HEAD_DIM}"
+        yield refuse(build, "head_dim", rule, "use the standard variant")
     if build.grad_output_stages < 2:
-        yield refuse(build, "grad_output_stages", "a stage is in use until the next tile is multiplied; use 2 or more")
+        rule = "a stage is in use until the next tile is multiplied"
+        yield refuse(build, "grad_output_stages", rule, "use 2 or more")
     if build.key_stages != 1:
-        yield refuse(build, "key_stages", "variant 2cta has one key tile in flight; use 1")
+        yield refuse(build, "key_stages", "variant 2cta has one key tile in flight", "use 1")
     if build.score_rows:
-        yield refuse(build, "score_rows", "variant 2cta computes all rows of a tile at once; use 0")
+        yield refuse(build, "score_rows", "variant 2cta computes all rows of a tile at once", "use 0")
     if build.deterministic:
-        yield refuse(build, "deterministic", "variant 2cta adds dQ in any order; use family sm80")
+        yield refuse(build, "deterministic", "variant 2cta adds dQ in any order", "use family sm80")
 
 
 def _accumulators(build: Build) -> int:
@@ -52,7 +52,7 @@ BACKWARD: Final = replace(
     summary="clusters of two blocks over neighbouring key tiles; one warpgroup has dV, one dK, one dQ of both blocks",
     layouts=("grouped",),
     terms=(),
-    objections=_objections,
+    refusals=_refusals,
     shared_memory=backward_2cta_map,
     accumulators=_accumulators,
     reason=sm90.reason(

@@ -40,6 +40,7 @@ from cutlass_py_attn.problem.tensors import (
     Shape,
     Tensor,
 )
+from cutlass_py_attn.refusals import Refusal, refuse
 
 # Head dims up to which backwards with a bias are faster in the sm80 kernels: d 32, s 2048, full, 5 %; at d 64 the sm90
 # kernels are 1.39 times as fast. With rows aligned to 2 bytes the sm80 kernels are 1.47 to 1.55 times as fast, at 4
@@ -146,11 +147,11 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.shape, tensor.strides, strict=True) if size > 1)
 
 
-def objections(problem: Problem, tile: TileConfig) -> list[str]:
+def refusals(problem: Problem, tile: TileConfig) -> list[Refusal]:
     """Returns why the tile's variant would compute this problem wrongly; its `kernel.py` has the other rules."""
     objection = _OBJECTIONS.get((problem.direction, tile.variant))
-    found = objection(problem, tile) if objection else ""
-    return [f"variant = {tile.variant!r}: {found}; use the standard variant"] if found else []
+    rule = objection(problem, tile) if objection else ""
+    return [refuse("variant", tile.variant, rule, "use the standard variant")] if rule else []
 
 
 def tried(problem: Problem, num_sms: int) -> list[Row]:
@@ -159,7 +160,7 @@ def tried(problem: Problem, num_sms: int) -> list[Row]:
         return []
     kind, values = ProblemKind.of(problem), values_of(problem, num_sms)
     rows = sm90_rows(kind)
-    return [row for row in rows if row.when_for(kind).evaluate(values) and not objections(problem, row.tile)]
+    return [row for row in rows if row.when_for(kind).evaluate(values) and not refusals(problem, row.tile)]
 
 
 def values_of(problem: Problem, num_sms: int) -> dict[str, int]:
@@ -172,7 +173,7 @@ def values_of(problem: Problem, num_sms: int) -> dict[str, int]:
 
 def applies(problem: Problem, tile: TileConfig, num_sms: int) -> bool:
     """Returns whether the planner tries a tile for this problem: by the rule of the nearest row."""
-    if objections(problem, tile) or (problem.direction == "backward" and _bias_is_faster_on_sm80(problem)):
+    if refusals(problem, tile) or (problem.direction == "backward" and _bias_is_faster_on_sm80(problem)):
         return False
     kind = ProblemKind.of(problem)
     row = nearest_row(kind, tile)

@@ -25,6 +25,7 @@ from cutlass_py_attn.launch.variants import (
     STANDARD,
     WITH_OPTIONS,
 )
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
@@ -68,31 +69,32 @@ class Limit:
     """Which kernel bodies can have an option, and with which other option; needs: "" for none."""
 
     allows: Callable[[ProblemKind, TileConfig | Build], bool]
-    allowed: str
+    rule: str
+    remedy: str = "use another option"
     needs: str = ""
 
 
 LIMITS: Final = {
     SPECULATIVE: Limit(
         _has_plain_scores,
-        "is for bfloat16 and e4m3, and for scores without dropout, scales of rows and score terms other than sinks; "
+        "is for bfloat16 and e4m3, and for scores without dropout, scales of rows and score terms other than sinks",
         "use none of its options",
     ),
     HALVES: Limit(
         _has_halves,
-        f"is for tiles of a multiple of {HALVES_MULTIPLE} keys, and not for variant {E4M3}; use another option",
-        SPECULATIVE,
+        f"is for tiles of a multiple of {HALVES_MULTIPLE} keys, and not for variant {E4M3}",
+        needs=SPECULATIVE,
     ),
     SHARED_END: Limit(
         _has_equal_tiles,
         "is for full masks and equal lengths, without score terms, dropout and pages: for the standard variant of "
         f"forwards, and for the standard variant, {DS_REGISTERS} and {KEY_REGISTERS} of backwards that are not "
-        "deterministic; use another option",
+        "deterministic",
     ),
     BITS: Limit(
         _has_mask_words,
-        f"is for windows and tiles of up to {MOST_BITS_KEYS} keys; use another option",
-        SPECULATIVE,
+        f"is for windows and tiles of up to {MOST_BITS_KEYS} keys",
+        needs=SPECULATIVE,
     ),
 }
 
@@ -117,22 +119,22 @@ def with_options(kind: ProblemKind, tile: TileConfig, options: Iterable[str]) ->
     return replace(tile, options=tuple(name for name in options if name in allowed))
 
 
-def objections(build: Build) -> Iterator[str]:
-    """Yields every reason why no kernel body can be built with the options, as `build_rules.objections` has them."""
-    what = f"options = {build.options!r}"
+def refusals(build: Build) -> Iterator[Refusal]:
+    """Yields every reason why no kernel body can be built with the options, as `build_rules.refusals` has them."""
     if build.options and not (build.family == "sm90" and build.variant in WITH_OPTIONS.get(build.kind, ())):
-        yield (
-            f"{what}: only the standard, {MULTICAST}, {SPLIT_KV}, {E4M3} and {E4M3_CACHE} sm90 forwards and the "
-            f"standard, {DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options; use ()"
+        rule = (
+            f"only the standard, {MULTICAST}, {SPLIT_KV}, {E4M3} and {E4M3_CACHE} sm90 forwards and the standard, "
+            f"{DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options"
         )
+        yield refuse("options", build.options, rule, "use ()")
         return
     if build.kind == "backward" and build.options != (SHARED_END,) * len(build.options):
-        yield f"{what}: backwards have option {SHARED_END} alone; use no other"
+        yield refuse("options", build.options, f"backwards have option {SHARED_END} alone", "use no other")
         return
     kind = ProblemKind.of(build)
     for name in build.options:
         limit = LIMITS[name]
         if not limit.allows(kind, build):
-            yield f"{what}: option {name} {limit.allowed}"
+            yield refuse("options", build.options, f"option {name} {limit.rule}", limit.remedy)
         if limit.needs and limit.needs not in build.options:
-            yield f"{what}: option {name} is part of option {limit.needs}; use both"
+            yield refuse("options", build.options, f"option {name} is part of option {limit.needs}", "use both")

@@ -5,11 +5,10 @@ layout.py has what its machine code reads, decode/kernel.py the chunks of keys t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from cutlass_py_attn.kernels.decode import kernel as decode
-from cutlass_py_attn.kernels.kernel import FusedKernel, Tile, no_products, no_splits, refuse
+from cutlass_py_attn.kernels.kernel import FusedKernel, Refusals, Tile, no_products, no_splits, refuse
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS, tma_tiles
 from cutlass_py_attn.kernels.sm90.rules import consumers, sm90_operands
@@ -29,20 +28,20 @@ from cutlass_py_attn.problem.tensors import KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 
 
-def _objections(build: Build) -> Iterator[str]:
+def _refusals(build: Build) -> Refusals:
     yield from sm90_operands(build)
     if build.has(registry.KV8) != build.has(registry.KV8_TILE):
-        reason = f"variant mla reads e4m3 codes with scales of tiles of columns; use {registry.KV8_TILE} beside "
-        yield refuse(build, "features", reason + registry.KV8)
+        rule = "variant mla reads e4m3 codes with scales of tiles of columns"
+        yield refuse(build, "features", rule, f"use {registry.KV8_TILE} beside {registry.KV8}")
     for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
         if getattr(build, field) != WARPGROUP_ROWS:
-            yield refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+            yield refuse(build, field, f"in variant mla {reason}, {WARPGROUP_ROWS} rows", f"use {WARPGROUP_ROWS}")
     yield from consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
     if build.query_stages != SLOTS:
-        yield refuse(build, "query_stages", f"variant mla has a key tile for each warpgroup; use {SLOTS}")
+        yield refuse(build, "query_stages", "variant mla has a key tile for each warpgroup", f"use {SLOTS}")
     for field, size in zip(("head_dim", "head_dim_value"), MLA_HEAD_DIMS, strict=True):
         if getattr(build, field) != size:
-            yield refuse(build, field, f"variant mla is for {size}; use the variant of these head dims")
+            yield refuse(build, field, f"variant mla is for {size}", "use the variant of these head dims")
 
 
 def _accumulators(build: Build) -> int:
@@ -74,7 +73,7 @@ FORWARD: Final = FusedKernel(
     summary="keys that contain the values: persistent blocks over chunks of the keys of all sequences, in which two "
     "warpgroups compute S of alternate key tiles and divide the columns of O",
     layouts=("grouped", registry.PAGED, "varlen", registry.KV8, registry.KV8_TILE),
-    objections=_objections,
+    refusals=_refusals,
     with_warps=sm90_wide.column_warps,
     shared_memory=forward_map,
     products=no_products,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.kernels.kernel import Objections, fixed_order, refuse
+from cutlass_py_attn.kernels.kernel import Refusals, fixed_order, refuse
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS
 from cutlass_py_attn.kernels.sm90.rules import (
@@ -27,7 +27,7 @@ from cutlass_py_attn.score_terms import registry
 WIDE_MAX_HEAD_DIM: Final = 512  # of the sm90 kernels of variant wide
 
 
-def _objections(build: Build) -> Objections:
+def _refusals(build: Build) -> Refusals:
     """Yields the rules of both."""
     yield from sm90_operands(build)
     yield from sm90_head_dims(build, f"variant {WIDE} ends", WIDE_MAX_HEAD_DIM, "family sm80")
@@ -35,20 +35,20 @@ def _objections(build: Build) -> Objections:
         yield from all_gradients(build)
     for field, reason in (("tile_m", "both warpgroups have the same queries"), ("tile_n", "one warpgroup has S of")):
         if getattr(build, field) != WARPGROUP_ROWS:
-            yield refuse(build, field, f"in variant wide {reason}, {WARPGROUP_ROWS} rows; use {WARPGROUP_ROWS}")
+            yield refuse(build, field, f"in variant wide {reason}, {WARPGROUP_ROWS} rows", f"use {WARPGROUP_ROWS}")
     yield from consumers(build, LOAD_WARPGROUPS, (WARPGROUPS,))
     if build.query_stages < 2:
-        yield refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied; use 2 or more")
+        yield refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied", "use 2 or more")
     if build.kind == "backward" and build.grad_output_stages != build.query_stages:
-        reason = f"must be query_stages = {build.query_stages}: one ring has chunks of all tiles; set it so"
-        yield refuse(build, "grad_output_stages", reason)
+        rule = f"must be query_stages = {build.query_stages}: one ring has chunks of all tiles"
+        yield refuse(build, "grad_output_stages", rule, "set it so")
     if build.key_stages != 1:
-        yield refuse(build, "key_stages", "variant wide has no stages of the key tile; use 1")
+        yield refuse(build, "key_stages", "variant wide has no stages of the key tile", "use 1")
     if build.score_rows:
-        yield refuse(build, "score_rows", "variant wide computes all rows of a tile at once; use 0")
+        yield refuse(build, "score_rows", "variant wide computes all rows of a tile at once", "use 0")
     if max(build.head_dim, build.head_dim_value) <= SM90_MAX_HEAD_DIM:
-        reason = f"variant wide is for head dims beyond {SM90_MAX_HEAD_DIM}; use the standard variant"
-        yield refuse(build, "head_dim", reason)
+        rule = f"variant wide is for head dims beyond {SM90_MAX_HEAD_DIM}"
+        yield refuse(build, "head_dim", rule, "use the standard variant")
 
 
 def _forward_grid(build: Build) -> Grid:
@@ -95,7 +95,7 @@ FORWARD: Final = replace(
     "every key and value tile, and two warpgroups divide the columns of O",
     layouts=registry.LAYOUTS,
     terms=sm90.WITHOUT_DROPOUT,
-    objections=_objections,
+    refusals=_refusals,
     with_warps=column_warps,
     shared_memory=layout.forward_map,
     accumulators=_forward_accumulators,
@@ -116,7 +116,7 @@ BACKWARD: Final = replace(
     summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles for dQ, and over neighbouring "
     "key tiles for dK and for dV; each block loads half of every other tile, and two warpgroups divide the columns",
     terms=("softcap", "alibi", "sinks"),
-    objections=_objections,
+    refusals=_refusals,
     with_warps=_backward_warps,
     shared_memory=backward_layout.backward_map,
     accumulators=_backward_accumulators,

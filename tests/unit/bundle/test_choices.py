@@ -40,8 +40,8 @@ def kernels(problem: Problem) -> list[Build]:
         tiles += [sm90_choice.in_parts(kind, row) for row in sm90_rows(kind) if row.tile.variant == STANDARD]
     built = (build_for(problem, ARCH, tile, "sm90") for tile in dict.fromkeys(tiles) if ARCH not in tile.not_on)
     return [
-        build for build, objections in built
-        if not (objections or resources.objections(build, architecture(ARCH)))
+        build for build, refused in built
+        if not (refused or resources.refusals(build, architecture(ARCH)))
     ]  # fmt: skip
 
 

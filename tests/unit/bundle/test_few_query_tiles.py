@@ -39,8 +39,8 @@ def in_parts(problem: Problem) -> dict[Build, TileConfig]:
     for tile in sm90_tiles(problem):
         if tile.variant == STANDARD and sm90_choice.applies(problem, tile, 132):
             split = TileConfig(tile.tile_m, tile.tile_n, tile.warps, tile.query_stages, variant=SPLIT_KV)
-            build, objections = build_for(problem, "sm_90a", split, "sm90")
-            if not objections:
+            build, refused = build_for(problem, "sm_90a", split, "sm90")
+            if not refused:
                 found[build] = split
     return found
 
@@ -98,8 +98,8 @@ def test_short_sequences_at_which_a_library_alone_has_parts() -> None:
 def test_head_dims_without_a_known_speed_are_never_in_parts() -> None:
     """Of the tile for long sequences, whose query tiles would be whole."""
     problem = problem_of("bf16_d192v128_q512_s8192_b1_h4_full")
-    build, objections = build_for(problem, "sm_90a", TileConfig.parse("128x64x12:2+split_kv"), "sm90")
-    assert objections == []
+    build, refused = build_for(problem, "sm_90a", TileConfig.parse("128x64x12:2+split_kv"), "sm90")
+    assert refused == []
     assert planned(problem, 132)[0] == set()
     assert preferred_when(build) == NEVER
 

@@ -63,8 +63,8 @@ def test_every_row_builds_and_states_its_options_and_its_speed(row: Row) -> None
             kind = ProblemKind.of(problem)
             if row not in tiles.sm90_rows(kind):  # another table has problems of this mask
                 continue
-            build, objections = build_for(problem, ARCH, row.tile_for(kind), "sm90")
-            if not (objections or resources.objections(build, architecture(ARCH))):
+            build, refused = build_for(problem, ARCH, row.tile_for(kind), "sm90")
+            if not (refused or resources.refusals(build, architecture(ARCH))):
                 builds.append(build)
     assert builds
     assert {name for build in builds for name in build.options} == {*(row.tile.options or ())}

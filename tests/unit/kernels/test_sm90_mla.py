@@ -265,7 +265,7 @@ def test_shared_memory_has_the_query_tile_and_two_latent_tiles() -> None:
     tile = 64 * 576 * 2
     assert found == {"query": tile, "ring": 2 * tile, "row_statistics": 1536, "barriers": 8 * 14, "schedule": 64}
     assert build.shared_memory_bytes <= architecture(ARCH).shared_memory_per_block
-    assert resources.objections(build, architecture(ARCH)) == []
+    assert resources.refusals(build, architecture(ARCH)) == []
     assert fused_kernel_of(build).accumulators(build) == 32 + 16 + 128
 
 

@@ -77,7 +77,7 @@ def test_the_ring_has_chunks_of_at_most_two_tiles(dims: tuple[int, int]) -> None
     of_tile, allowed = sm90_wide.chunks_of_tile(build), architecture("sm_90a").shared_memory_per_block
     assert len(sm90_wide.key_chunks(build)) < sm90_wide.ring_stages(build) <= 2 * of_tile
     assert build.shared_memory_bytes <= allowed
-    assert resources.objections(build, architecture("sm_90a")) == []
+    assert resources.refusals(build, architecture("sm_90a")) == []
 
 
 def test_registers_are_those_of_the_warpgroup_with_more_columns() -> None:

@@ -75,7 +75,7 @@ def test_the_rings_fill_shared_memory(dims: tuple[int, int]) -> None:
     assert found["barriers"].bytes >= 8 * (3 * most + 1)
     assert stages <= most < 32, "a warpgroup has a bit for each stage"
     assert build.shared_memory_bytes <= allowed
-    assert resources.objections(build, architecture("sm_90a")) == []
+    assert resources.refusals(build, architecture("sm_90a")) == []
 
 
 def loads(build: Build, gradient: Gradient, tiles: int) -> list[tuple[int, Chunk]]:

@@ -25,6 +25,7 @@ from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Windo
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor
 from tests.support.any_problem import ARCHS, HEAD_DIMS, problems
+from tests.support.refusals import expect
 from tests.support.requests import SHAPE, dense, with_terms
 
 LAW = settings(max_examples=100, deadline=None)
@@ -425,16 +426,18 @@ def test_a_deterministic_backward_refuses_blocks_that_would_wait() -> None:
 
 def test_the_rings_of_the_backward_must_be_equal() -> None:
     limits = architecture("sm_80")
-    assert resources.objections(PLAN.build, limits) == []
+    assert resources.refusals(PLAN.build, limits) == []
     stages = PLAN.build.query_stages
-    (found,) = resources.objections(dataclasses.replace(PLAN.build, grad_output_stages=stages + 1), limits)
-    assert found.startswith(f"grad_output_stages = {stages + 1}: must be query_stages = {stages}")
+    found = resources.refusals(dataclasses.replace(PLAN.build, grad_output_stages=stages + 1), limits)
+    expect(found, [f"grad_output_stages: must be query_stages = {stages}"])
 
 
 def test_tiles_are_whole_copies() -> None:
     """32 rows of 32 columns are half of what 256 threads copy at once."""
     problem = Problem.dense("forward", Shape(1, 64, 64, 1, 32, 32), "float16")
-    with pytest.raises(DoesNotFit, match="tile_n = 32: 256 threads copy 64 rows at once; use a multiple of that"):
+    with pytest.raises(
+        DoesNotFit, match=r"tile_n = 32 \(int\): 256 threads copy 64 rows at once; use a multiple of that"
+    ):
         plan_with_tile(problem, "sm_90", TileConfig(128, 32, 8), family="sm80")
 
 

@@ -14,6 +14,7 @@ from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse
+from tests.support.refusals import expect
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (64, 128)])
@@ -35,10 +36,10 @@ def test_a_decode_tile_with_too_many_accumulators_is_refused() -> None:
     for tile_n, needed in ((1024, 160), (2048, 288)):  # 16 rows of 1 of 4 teams, and O: 16 x (tile_n / 4 + 64) / 32
         wide = dataclasses.replace(build, tile_n=tile_n)
         assert fused_kernel_of(wide).accumulators(wide) == needed
-        found = [each for each in resources.objections(wide, limits) if each.startswith("accumulators")]
+        found = [each for each in resources.refusals(wide, limits) if each.field == "accumulators"]
         assert bool(found) == (needed > 255)
     none = dataclasses.replace(build, tile_n=2048, warps_scores=(0, 0))  # refused for its warps
-    assert not any(each.startswith("accumulators") for each in resources.objections(none, limits))
+    assert not any(each.field == "accumulators" for each in resources.refusals(none, limits))
 
 
 @pytest.mark.parametrize(
@@ -101,11 +102,10 @@ def test_warps_that_do_not_divide_a_product_of_the_backward_are_refused(grid: st
     limits = architecture("sm_80")
     build = plan(parse("bf16_d128_q200_s300_b2_h2_causal").problem("backward"), limits.name).build
     assert (build.warps, build.tile_m, build.tile_n, getattr(build, grid)) == (8, 64, 128, (2, 4))
-    assert resources.objections(build, limits) == []
+    assert resources.refusals(build, limits) == []
     for warps, reason in (((1, 4), "must have 8 warps in all"), ((1, 8), ""), ((16, 1), "must have 8 warps in all")):
-        found = resources.objections(dataclasses.replace(build, **{grid: warps}), limits)
-        assert [each.split(": ")[0] for each in found] == [f"{grid} = {warps[0]} x {warps[1]}"] * bool(reason)
-        assert all(reason in each for each in found)
+        found = resources.refusals(dataclasses.replace(build, **{grid: warps}), limits)
+        expect(found, [f"{grid}: {reason}"] * bool(reason))
 
 
 def test_a_problem_that_no_tile_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_the_kernel_of_an_append(dims: tuple[int, int], dtype: str, scales: str,
     assert launch.grid == (-(-800 // plan.build.tile_m), 1, 1)
     assert launch.block == (128, 1, 1) == (plan.build.tile_m * plan.build.tile_n, 1, 1)
     assert tuple(map(str, grid(plan.build, launch.symbol))) == (f"ceil_div(num_rows, {plan.build.tile_m})", "1", "1")
-    assert not resources.objections(plan.build, architecture("sm_90"))
+    assert not resources.refusals(plan.build, architecture("sm_90"))
     assert parse_symbol(symbol, "sm_90").build == plan.build
 
 
