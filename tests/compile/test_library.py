@@ -215,7 +215,7 @@ def test_each_device_has_kernels_of_its_own(driver_log: FakeDriver, bundle: Bund
         host.close(opened[0])
         assert host.launched(opened[1], call, 0, 0) == 0
         host.close(opened[1])
-    assert symbols == ["fwd_sm90_bf16_d128_causal_128x128_0", "fwd_sm80_bf16_d128_causal_128x64_0"]
+    assert symbols == ["fwd_sm90_bf16_d128_causal_64x128_0", "fwd_sm80_bf16_d128_causal_128x64_0"]
 
 
 def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.kernels import catalogue
+from cutlass_py_attn.kernels import families
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.kernels.sm90_family import tiles as plan_table
@@ -156,8 +156,8 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
 def test_a_tile_that_is_not_for_the_target_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = plan_table.sm90_tiles(forward())
     not_there = replace(first, not_on=("sm_90a",))
-    family = replace(catalogue.FAMILIES["sm90"], tiles=lambda problem, num_sms, any_length: (not_there, *others))
-    monkeypatch.setitem(catalogue.FAMILIES, "sm90", family)
+    family = replace(families.FAMILIES["sm90"], tiles=lambda problem, num_sms, any_length: (not_there, *others))
+    monkeypatch.setitem(families.FAMILIES, "sm90", family)
     found = [plan.build for plan in planner.plans(forward(), "sm_90a", 8) if plan.build.family == "sm90"]
     assert [(build.tile_m, build.tile_n) for build in found] == [(tile.tile_m, tile.tile_n) for tile in others] != []
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns, dq_pieces
 from cutlass_py_attn.kernels.sm80_split_d import layout as split_d
 from cutlass_py_attn.kernels.sm80_split_d.layout import tile_and_column_block
 from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture
@@ -128,7 +129,7 @@ def test_workspace_has_a_sum_for_every_column(dims: tuple[int, int], dtype: str,
     if not plan.build.head_dim_split:
         return
     build, parts = plan.build, {part.name: part.bytes for part in plan.workspace.buffers}
-    sums, columns = split_d.dq_pieces(build), split_d.dq_piece_columns(build)
+    sums, columns = dq_pieces(build), dq_piece_columns(build)
     assert sums * columns >= build.columns
     assert build.block_columns % columns == 0
     tiles = 6 * dict(plan.params)["total_tiles"]
