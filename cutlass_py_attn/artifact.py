@@ -9,17 +9,19 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn.errors import AttentionError, NotSupported, Stale
+from cutlass_py_attn.errors import AttentionError, CompileError, NotSupported, Stale
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.build_json import expect_known
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import typed_json
-from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.scalars import path_refusals
+from cutlass_py_attn.refusals import refuse
 
 
 class NoPermission(AttentionError, PermissionError):
@@ -168,15 +170,26 @@ def artifact_from_files(description: bytes, ptx: bytes, cubin: bytes) -> Artifac
     return artifact
 
 
-def artifact_of(build: Build, kernels: Callable[[Build], object]) -> Artifact:
-    """Returns the artifact that `kernels` returns for a build; NotSupported if that is something else."""
-    found = kernels(build)
-    if not isinstance(found, Artifact):
-        raise NotSupported(
-            f"kernels({build.symbol}) = {shown(found)}: must be an Artifact; pass a function that returns what "
-            "`compile` does, such as Folder(path)"
-        )
-    return found
+def first_available(plans: Iterable[Plan], kernels: Callable[[Build], object]) -> tuple[Plan, Artifact]:
+    """Returns the first plan whose Artifact `kernels` returns, and the Artifact.
+
+    A plan is skipped if ptxas cannot compile its build without spills, or if a folder does not hold the build. If
+    all plans are skipped, the error of the first plan is raised. NotSupported: `kernels` returns something else.
+    """
+    first_error: CompileError | Stale | None = None
+    for plan in plans:
+        try:
+            artifact = kernels(plan.build)
+        except (CompileError, Stale) as error:
+            first_error = first_error or error
+            continue
+        if not isinstance(artifact, Artifact):
+            remedy = "pass a function that returns what `compile` does, such as Folder(path)"
+            raise NotSupported(refuse(f"kernels({plan.build.symbol})", artifact, "must be an Artifact", remedy))
+        return plan, artifact
+    if first_error is None:
+        raise ValueError("plans is empty: at least one is needed")
+    raise first_error
 
 
 def _texts(description: _Description) -> Iterator[str]:
@@ -201,8 +214,8 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        if reasons := path_objections("path", path):
-            raise NotSupported(reasons)
+        if refusals := path_refusals("path", path):
+            raise NotSupported(refusals)
         self.path = Path(path)
 
     def __eq__(self, other: object) -> bool:
@@ -220,7 +233,7 @@ class Folder:
         Stale says what is missing or different, and what to do. NoPermission: this user may not read the files.
         """
         if not isinstance(build, Build):
-            raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
+            raise NotSupported(refuse("build", build, "must be a Build", "pass the field `build` of a plan"))
         remedy = f"build it with: cutlass-py-attn build --arch {build.arch} --symbol {build.symbol} -o {self.path}"
         description = self.path / build.arch / f"{build.symbol}.json"
         try:
@@ -252,7 +265,7 @@ class Folder:
         example.
         """
         if not isinstance(artifact, Artifact):
-            raise NotSupported(f"artifact = {shown(artifact)}: must be an Artifact; pass what `compile` returns")
+            raise NotSupported(refuse("artifact", artifact, "must be an Artifact", "pass what `compile` returns"))
         try:
             (self.path / artifact.build.arch).mkdir(parents=True, exist_ok=True)
             with locked(self.path / artifact.build.arch):

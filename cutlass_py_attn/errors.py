@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from cutlass_py_attn.refusals import Refusal, sentence
 
 
 class AttentionError(Exception):
     """Base class of the errors that this package raises."""
 
 
-class NotSupported(AttentionError, ValueError):
-    """A problem or an argument is not supported. reasons: every reason, not only the first."""
+class Refused(AttentionError, ValueError):
+    """What was asked for is refused.
 
-    def __init__(self, reasons: str | Iterable[str]) -> None:
-        self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
+    refusals: every reason, not only the first: what was given, what is allowed and what to do
+    reasons: the same as sentences
+    """
+
+    def __init__(self, reasons: str | Refusal | Iterable[str | Refusal]) -> None:
+        several = (reasons,) if isinstance(reasons, (str, Refusal)) else reasons
+        self.refusals: tuple[Refusal, ...] = tuple(
+            sentence(reason) if isinstance(reason, str) else reason for reason in several
+        )
         super().__init__("\n".join(self.reasons))
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Every reason as a sentence."""
+        return tuple(map(str, self.refusals))
 
-class DoesNotFit(AttentionError, ValueError):
-    """A plan needs more registers, shared memory or threads than its architecture has. objections: every excess."""
+    def renamed(self, change: Callable[[str], str]) -> Self:
+        """Returns the error with other names in the texts of its refusals."""
+        return type(self)(refusal.renamed(change) for refusal in self.refusals)
 
-    def __init__(self, objections: str | Iterable[str]) -> None:
-        self.objections: tuple[str, ...] = (objections,) if isinstance(objections, str) else tuple(objections)
-        super().__init__("\n".join(self.objections))
+
+class NotSupported(Refused):
+    """A problem or an argument is not supported."""
+
+
+class DoesNotFit(Refused):
+    """A plan needs more registers, shared memory or threads than its architecture has."""
 
 
 class CompileError(AttentionError, RuntimeError):

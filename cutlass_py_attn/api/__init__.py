@@ -1,1 +1,1 @@
-"""The two attention functions: options, validation, call cache, launch, and the CPU backend."""
+"""The two attention functions: options, validation, prepared calls, launch, and the CPU backend."""

@@ -3,82 +3,47 @@
 output, logsumexp = attention_forward(query, key, value, mask=Causal())
 gradients = attention_backward(grad_output, query, key, value, output, logsumexp, mask=Causal())
 output, logsumexp = mla_attention_forward(query, cache, sequences=Paged(page_table, seqused_k))
+
+A call that `calls.repeat` does not know becomes an AttentionRequest: `calls.launch` validates it by `problem_of`, plans
+and binds its kernels, and launches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, Unpack
+import math
+import re
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Final, Unpack
 
-from cutlass_py_attn.api import call_cache
-from cutlass_py_attn.api.declaration import implemented_by
-from cutlass_py_attn.api.lru_cache import LruCache
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.options import (
     MLA_HEAD_DIM_VALUE,
     BackwardOptions,
     ForwardOptions,
     MlaOptions,
     Options,
-    VariableLength,
     check_options,
+    takes_options,
 )
-from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.api.request import of_cache, problem_of
+from cutlass_py_attn.api.paged import Paged, array_refusals, layout_refusals
 from cutlass_py_attn.api.results import Gradients
-from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.errors import NoDevice, NotSupported
-from cutlass_py_attn.plan import performance
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.abi import SEED
+from cutlass_py_attn.problem import paging
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
-from cutlass_py_attn.runtime.binding import Bound, bind_problem
-from cutlass_py_attn.score_terms.dropout import Dropout
+from cutlass_py_attn.problem.quantization import output_dtype
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, Shape, Tensor
+from cutlass_py_attn.problem.validation import logsumexp_refusals
+from cutlass_py_attn.refusals import Refusal, refuse
+from cutlass_py_attn.runtime.arrays import Array
+from cutlass_py_attn.score_terms import registry
 
-MAX_PREPARED_CALLS: Final = 64  # another shape, stride or scale is another prepared call
-
-
-def _forward(query: Any, key: Any, value: Any, **options: Unpack[ForwardOptions]) -> tuple[Any, Any]:
-    stream = options.pop("stream", None)
-    key_of_call, cached = call_cache.lookup("forward", (query, key, value), options, stream)
-    if cached is not None:
-        return cached[0], cached[1]
-    checked = check_options(options, ForwardOptions)
-    operands = {"query": query, "key": key, "value": value, **checked.arrays()}
-    if checked.backend == "reference":
-        from cutlass_py_attn.api import cpu_backend
-
-        driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
-        return cpu_backend.forward(operands, checked)
-    outputs = {} if checked.out is None else {"output": checked.out}
-    results = _launch("forward", operands, outputs, checked, stream, key_of_call)
-    return results["output"], results["logsumexp"]
+_KEY: Final = re.compile(r"\bkey(?=\b|_scale\b|_rope\b)")
 
 
-@implemented_by(_forward)
-def attention_forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    bias: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: Dropout | None = None,
-    score_terms: Mapping[str, Any] = {},
-    sequences: VariableLength | Paged | None = None,
-    stream: object = None,
-    backend: str = "auto",
-    kernels: Callable[[Build], Artifact] | None = None,
-    out: Any = None,
-    query_scale: Any = None,
-    key_scale: Any = None,
-    value_scale: Any = None,
-) -> tuple[Any, Any]:
+@takes_options(ForwardOptions)
+def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ForwardOptions]) -> tuple[Any, Any]:
     """Computes softmax(scale Q K^T + bias, masked) V, and the logarithm of the softmax's denominator.
 
     query: (batch, num_queries, num_heads, head_dim).
@@ -105,45 +70,19 @@ def attention_forward(
     NotSupported lists every reason before a kernel is launched. NoDevice: there is no GPU. CompileError, Stale: there
     is no kernel. DriverError: a driver call failed, for example because device memory ran out.
     """
-    raise NotImplementedError
-
-
-def _mla_forward(query: Any, cache: Any, **options: Unpack[MlaOptions]) -> tuple[Any, Any]:
     stream = options.pop("stream", None)
-    key_of_call, cached = call_cache.lookup("mla", (query, cache, cache), options, stream)
-    if cached is not None:
-        return cached[0], cached[1]
-    checked = check_options({"head_dim_value": MLA_HEAD_DIM_VALUE, **options}, MlaOptions)
-    operands = {"query": query, "key": cache, **checked.arrays()}
-    try:
-        if checked.backend == "reference":
-            from cutlass_py_attn.api import cpu_backend
-
-            driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
-            return cpu_backend.forward(operands, checked)
-        outputs = {} if checked.out is None else {"output": checked.out}
-        results = _launch("forward", operands, outputs, checked, stream, key_of_call)
-    except NotSupported as error:
-        raise of_cache(error) from error
+    key_of_call, repeated = calls.repeat("forward", (query, key, value), options, stream)
+    if repeated is not None:
+        return repeated[0], repeated[1]
+    operands = {"query": query, "key": key, "value": value}
+    results = _compute(
+        AttentionRequest("forward", operands, check_options(options, ForwardOptions)), stream, key_of_call
+    )
     return results["output"], results["logsumexp"]
 
 
-@implemented_by(_mla_forward)
-def mla_attention_forward(
-    query: Any,
-    cache: Any,
-    *,
-    head_dim_value: int = MLA_HEAD_DIM_VALUE,
-    cache_scale: Any = None,
-    cache_rope: Any = None,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    sequences: VariableLength | Paged | None = None,
-    stream: object = None,
-    backend: str = "auto",
-    kernels: Callable[[Build], Artifact] | None = None,
-    out: Any = None,
-) -> tuple[Any, Any]:
+@takes_options(MlaOptions, head_dim_value=MLA_HEAD_DIM_VALUE)
+def mla_attention_forward(query: Any, cache: Any, **options: Unpack[MlaOptions]) -> tuple[Any, Any]:
     """Computes `attention_forward` of keys that contain the values: the latent cache of multi-head latent attention.
 
     query: (batch, num_queries, num_heads, head_dim): the absorbed query and its columns of the rotary embedding.
@@ -165,46 +104,20 @@ def mla_attention_forward(
     Returns output (batch, num_queries, num_heads, head_dim_value) and logsumexp as `attention_forward` does; dtypes,
     libraries and errors are those of `attention_forward`.
     """
-    raise NotImplementedError
-
-
-def _backward(
-    grad_output: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    output: Any,
-    logsumexp: Any,
-    **options: Unpack[BackwardOptions],
-) -> Gradients:
     stream = options.pop("stream", None)
-    arguments = grad_output, query, key, value, output, logsumexp
-    key_of_call, cached = call_cache.lookup("backward", arguments, options, stream)
-    if cached is not None:
-        names = options.get("gradients")
-        return Gradients(*cached) if names is None else Gradients(**dict(zip(names, cached, strict=True)))
-    checked = check_options(options, BackwardOptions)
-    operands = {
-        "grad_output": grad_output,
-        "query": query,
-        "key": key,
-        "value": value,
-        "output": output,
-        "logsumexp": logsumexp,
-        **checked.arrays(),
-    }
-    if checked.backend == "reference":
-        from cutlass_py_attn.api import cpu_backend
-
-        driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
-        return cpu_backend.backward(operands, checked)
-    out = Gradients() if checked.out is None else checked.out
-    outputs = {f"grad_{name}": array for name in checked.gradients if (array := getattr(out, name)) is not None}
-    results = _launch("backward", operands, outputs, checked, stream, key_of_call)
-    return Gradients(**{name: results[f"grad_{name}"] for name in checked.gradients})
+    key_of_call, repeated = calls.repeat("mla", (query, cache), options, stream)
+    if repeated is not None:
+        return repeated[0], repeated[1]
+    checked = check_options({"head_dim_value": MLA_HEAD_DIM_VALUE, **options}, MlaOptions)
+    try:
+        request = AttentionRequest("forward", {"query": query, "key": cache}, checked)
+        results = _compute(request, stream, key_of_call)
+    except NotSupported as error:
+        raise of_cache(error) from error
+    return results["output"], results["logsumexp"]
 
 
-@implemented_by(_backward)
+@takes_options(BackwardOptions)
 def attention_backward(
     grad_output: Any,
     query: Any,
@@ -212,25 +125,7 @@ def attention_backward(
     value: Any,
     output: Any,
     logsumexp: Any,
-    *,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    bias: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: Dropout | None = None,
-    score_terms: Mapping[str, Any] = {},
-    sequences: VariableLength | None = None,
-    stream: object = None,
-    backend: str = "auto",
-    kernels: Callable[[Build], Artifact] | None = None,
-    grad_logsumexp: Any = None,
-    gradients: tuple[str, ...] = ("query", "key", "value"),
-    out: Gradients | None = None,
-    packed: bool = False,
-    deterministic: bool = False,
-    num_splits_key: int | None = None,
+    **options: Unpack[BackwardOptions],
 ) -> Gradients:
     """Computes the gradients of query, key and value, and on request those of bias and sinks.
 
@@ -246,134 +141,183 @@ def attention_backward(
     The gradient of a bias is summed over the bias's axes of size 1. dtypes, libraries and errors are those of
     `attention_forward`.
     """
-    raise NotImplementedError
+    stream = options.pop("stream", None)
+    arguments = grad_output, query, key, value, output, logsumexp
+    key_of_call, repeated = calls.repeat("backward", arguments, options, stream)
+    if repeated is not None:
+        names = options.get("gradients")
+        return Gradients(*repeated) if names is None else Gradients(**dict(zip(names, repeated, strict=True)))
+    checked = check_options(options, BackwardOptions)
+    operands = dict(zip(_BACKWARD_OPERANDS, arguments, strict=True))
+    results = _compute(AttentionRequest("backward", operands, checked), stream, key_of_call)
+    return Gradients(**{name: results[f"grad_{name}"] for name in checked.gradients})
 
 
-def _launch(
-    direction: str,
-    operands: Mapping[str, object],
-    outputs: Mapping[str, object],
-    options: Options,
-    given_stream: object,
-    key_of_call: Hashable | None,
-) -> dict[str, Any]:
-    """Launches the kernels and returns every result by name.
-
-    outputs: the caller's arrays for results. key_of_call: key of the call cache; None if the call is not cacheable.
-    """
-    lifetimes.release()
-    stream = arrays.launch_stream(operands["query"], given_stream)
-    inputs = arrays.read_operands({**operands, **outputs}, stream)
-    if options.head_dim_value is not None:
-        inputs = _with_value(inputs, options.head_dim_value)
-    query = inputs["query"]
-    gpu = device_of(query.device)
-    call = prepare(direction, inputs, options, gpu.ordinal, output_checks.reasons(inputs, outputs))
-    problem = call.problem
-    if call.bound is None and not call.is_empty:  # before anything is copied: there may be no kernel
-        call.bound = bind_kernels(problem, gpu.ordinal, options.kernels)
-    with gpu.current(), arrays.OutputArrays(query.library, gpu, stream, given_stream) as output_arrays:
-        pointers = {
-            name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
-            for name, array in inputs.items()
-            if name != "value" or options.head_dim_value is None
-        }
-        if options.head_dim_value is not None:
-            pointers["value"] = pointers["key"]
-        if options.packed:
-            pointers |= output_arrays.allocate_packed(*call.packed)
-        for name, tensor in call.new_outputs.items():
-            pointers[name] = output_arrays.allocate(name, tensor.shape, tensor.dtype)
-        if call.is_empty or problem.has_ragged_rows:
-            fill.fill(problem, pointers, stream)
-        if call.bound is not None:
-            if problem.dropout_p and not problem.philox_on_device and options.dropout is not None:
-                dropout = options.dropout
-                pointers |= {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
-            call.bound(pointers, stream)
-            if key_of_call is not None and not options.packed:
-                call_cache.store(key_of_call, call.bound, inputs, call.new_outputs)
-        return output_arrays.results()
+_BACKWARD_OPERANDS: Final = ("grad_output", *OPERANDS, "output", "logsumexp")
 
 
-def _with_value(inputs: Mapping[str, arrays.Array], columns: int) -> dict[str, arrays.Array]:
-    """Returns the operands with the first columns of key as value, in the order of `attention_forward`."""
-    key = inputs["key"]
-    value = key._replace(shape=(*key.shape[:-1], columns))
-    return {"query": inputs["query"], "key": key, "value": value, **inputs}
+def _compute(request: AttentionRequest, stream: object, key: Hashable | None) -> dict[str, Any]:
+    """Returns the results of a call by name. key: of `calls.repeat`."""
+    if request.options.backend != "reference":
+        return calls.launch(request, stream, key)
+    from cutlass_py_attn.api import cpu_backend
+
+    return cpu_backend.compute(request, stream)
 
 
-def device_of(ordinal: int | None) -> driver.Device:
-    """Returns the operands' GPU, or the current GPU for host operands. NoDevice names the CPU backend."""
-    try:
-        return driver.device(driver.current_ordinal() if ordinal is None else ordinal)
-    except NoDevice as error:
-        error.args = (f'{error}; backend="reference" computes on the CPU in NumPy float64',)  # its kind stays
-        raise
+class AttentionRequest(calls.Request):
+    """A forward or a backward. operands: by name. options: checked; their arrays are operands too."""
 
+    first: ClassVar[str] = "query"
 
-class PreparedCall:
-    """A validated problem, the outputs to allocate, and the bound kernels once there are any.
+    def __init__(self, direction: str, operands: Mapping[str, Any], options: Options) -> None:
+        self.direction, self.options, self.kernels = direction, options, options.kernels
+        self.key = direction, options.key
+        self.outputs = options.outputs(direction)
+        self.arrays = {**operands, **options.arrays(), **self.outputs}
+        dropout = options.dropout
+        if dropout is not None and dropout.is_active and not options.philox_on_device:
+            self.numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
 
-    new_outputs: shape and dtype of each output to allocate, by name, without the packed ones.
-    packed: names, shape and dtype for `OutputArrays.allocate_packed`.
-    bound: None until the first launch.
-    """
+    def validate(self, inputs: Mapping[str, Array], of_outputs: Sequence[Refusal]) -> tuple[Problem, dict[str, Tensor]]:
+        problem, results = problem_of(self.direction, inputs, self.options, of_outputs)
+        if self.direction == "forward":
+            results["logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
+        packed = self.packed(problem)
+        return problem, {name: tensor for name, tensor in results.items() if packed is None or name not in packed[0]}
 
-    def __init__(self, problem: Problem, new_outputs: Mapping[str, Tensor], is_packed: bool) -> None:
-        self.problem = problem
-        self.new_outputs = dict(new_outputs)
-        if problem.direction == "forward":
-            self.new_outputs["logsumexp"] = Tensor.contiguous(problem.shape.logsumexp, "float32")
+    def written(self, inputs: Mapping[str, Array]) -> Collection[str]:
+        return self.outputs
+
+    def must_validate(self, inputs: Mapping[str, Array]) -> bool:
+        return self.options.sequences is not None and inputs["query"].device is None  # lengths whose values count
+
+    def packed(self, problem: Problem) -> tuple[tuple[str, ...], tuple[int, ...], str] | None:
+        if not self.options.packed:
+            return None
         batch, rows, heads, columns = problem.shape.of("query")
-        names = tuple(f"grad_{name}" for name in OPERANDS)
-        self.packed = names, (batch, rows, 3, heads, columns), problem.dtype
-        for name in names if is_packed else ():
-            del self.new_outputs[name]
-        self.is_empty = problem.is_empty
-        self.bound: Bound | None = None
+        return tuple(f"grad_{name}" for name in OPERANDS), (batch, rows, 3, heads, columns), problem.dtype
 
 
-_prepared_calls: LruCache[PreparedCall] = LruCache(MAX_PREPARED_CALLS)
-
-
-def prepare(
+def problem_of(
     direction: str,
-    inputs: Mapping[str, arrays.Array],
+    inputs: Mapping[str, Array],
     options: Options,
-    ordinal: int,
-    output_reasons: Sequence[str],
-) -> PreparedCall:
-    """Validates a call once per layout of its arrays and options.
+    of_outputs: Sequence[Refusal] = (),
+) -> tuple[Problem, dict[str, Tensor]]:
+    """Returns the validated Problem of these arrays, and the outputs that must be allocated, by name.
 
-    NumPy arrays of sequence lengths are validated in every call, because the values count.
+    inputs: the operands, and the outputs for which the caller passed an array.
+    of_outputs: why the caller's arrays for outputs are refused, by `runtime.output_checks`.
 
-    output_reasons: why the caller's arrays for outputs are refused; they depend on addresses.
+    NotSupported lists every reason.
     """
-    layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in inputs.items()])
-    key = direction, ordinal, layouts, options.key
-    try:
-        call = _prepared_calls.get(key)
-    except TypeError:  # an option without a hash
-        return PreparedCall(*problem_of(direction, inputs, options, output_reasons), options.packed)
-    if call is None or output_reasons or (options.sequences is not None and inputs["query"].device is None):
-        call = PreparedCall(*problem_of(direction, inputs, options, output_reasons), options.packed)
-        _prepared_calls.put(key, call)
-    return call
+    tensors = {name: array.tensor for name, array in inputs.items()}
+    if options.head_dim_value is not None:
+        tensors["value"] = first_columns(tensors["key"], options.head_dim_value)
+    sequences, pages = None, None
+    refusals: list[Refusal] = []
+    if isinstance(options.sequences, Paged):
+        refusals += layout_refusals(options.sequences, tensors)
+        pages = options.sequences.pages(tensors["page_table"], next(iter(tensors["seqused_k"].shape), 0))
+    elif options.sequences is not None:
+        refusals += _lengths(tensors)
+        sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not refusals else 0)
+    operands = {name: tensor for name, tensor in tensors.items() if name in Problem.__dataclass_fields__}
+    problem = Problem(
+        direction,
+        **{"output": tensors["query"], **operands},
+        mask=options.mask,
+        scale=options.scale,
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        philox_on_device=options.philox_on_device,
+        sequences=sequences,
+        pages=pages,
+        value_in_key=options.head_dim_value is not None,
+        score_terms=tuple((name, tensors[name]) for name in sorted(options.score_terms)),
+        deterministic=options.deterministic,
+        num_splits_key=options.num_splits_key,
+    )
+    # `Problem.refusals` refuses wrong ranks below; until then no size may be used.
+    ranks = [len(tensors[name].shape) for name in OPERANDS]
+    is_table = pages is None or not any(paging.kind_refusals(pages))
+    shape = problem.shape if ranks == [4, 4, 4] and is_table else Shape(0, 0, 0, 0, 0, 0)
+    names = ("output",) if direction == "forward" else tuple(f"grad_{name}" for name in options.gradients)
+    new_outputs = {name: _result(name, shape, tensors) for name in names if name not in tensors}
+    if options.packed:
+        new_outputs |= _packed_gradients(shape, tensors["query"].dtype)
+        refusals += _packed(shape, tensors)
+    problem = problem.replace(**new_outputs)
+    # New outputs follow from the operands: a refusal of one repeats that of its operand.
+    refusals = [*(some for some in problem.refusals() if some.name not in new_outputs), *refusals]
+    refusals += _philox(tensors)
+    if "logsumexp" in tensors and shape.head_dim:
+        refusals += logsumexp_refusals("logsumexp", tensors["logsumexp"], shape)
+    if isinstance(options.sequences, Paged):
+        if shape.pool is not None and not refusals:
+            refusals += options.sequences.refusals(None if shape.tokens is None else shape.tokens[0], shape.pool)
+    elif options.sequences is not None and shape.tokens is not None:
+        refusals += options.sequences.refusals(shape.tokens)
+    refusals += of_outputs
+    if refusals:
+        raise NotSupported(refusals)
+    return problem, new_outputs
 
 
-def bind_kernels(problem: Problem, ordinal: int, kernels: Callable[[Build], Artifact] | None) -> Bound:
-    """Plans the problem, compiles or loads its kernels, and binds them to the GPU.
-
-    Gives a PerformanceWarning if another layout of the call is estimated to be several times as fast.
-    """
-    bound = bind_problem(problem, kernels or default_kernels(), ordinal)
-    performance.warn(bound.plan)
-    return bound
+def first_columns(tensor: Tensor, columns: int) -> Tensor:
+    """Returns the first columns of a tensor, in the same memory."""
+    return replace(tensor, shape=(*tensor.shape[:-1], columns))
 
 
-def default_kernels() -> Callable[[Build], Artifact]:
-    """Returns the compiler with its disk cache. Imports the compiler module, but not the DSL."""
-    from cutlass_py_attn.compilation.turns import artifact_for
+def of_cache(error: NotSupported) -> NotSupported:
+    """Returns the error of a call of `mla_attention_forward`, whose key is called cache."""
+    return error.renamed(lambda text: _KEY.sub("cache", text))
 
-    return artifact_for
+
+def _result(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns a dense output; the gradient of a score term's operand has the operand's shape and dtype."""
+    role = name.removeprefix("grad_")
+    if role in registry.gradients():
+        return Tensor.contiguous(tensors[role].shape, tensors[role].dtype)
+    return Tensor.contiguous(shape.of(name), output_dtype(tensors["query"].dtype))
+
+
+def _packed_gradients(shape: Shape, dtype: str) -> dict[str, Tensor]:
+    """Returns the gradients as slices of one (batch, seqlen, 3, num_heads, head_dim) array."""
+    batch, rows, heads, columns = shape.of("query")
+    elements = heads * columns  # of one row of one gradient
+    strides = 3 * rows * elements, 3 * elements, columns, 1
+    slice_bytes = elements * ITEM_BYTES.get(dtype, 1)
+    alignments = (ROW_ALIGNMENT_BYTES, *(math.gcd(ROW_ALIGNMENT_BYTES, i * slice_bytes) for i in (1, 2)))
+    return {
+        f"grad_{name}": Tensor((batch, rows, heads, columns), strides, dtype, alignment)
+        for name, alignment in zip(OPERANDS, alignments, strict=True)
+    }
+
+
+def _packed(shape: Shape, tensors: Mapping[str, Tensor]) -> Iterator[Refusal]:
+    """Yields why the gradients cannot be packed."""
+    given = [f"grad_{name}" for name in OPERANDS if f"grad_{name}" in tensors]
+    if given:
+        yield refuse("packed", True, f"must be False with out for {', '.join(given)}", "leave one out")
+    query, key, value = (shape.of(name) for name in OPERANDS)
+    if not query == key == value:
+        rule = f"query {query}, key {key} and value {value} must have the same shape"
+        yield refuse("packed", True, rule, "leave packed False")
+
+
+def _lengths(tensors: Mapping[str, Tensor]) -> Iterator[Refusal]:
+    """Yields why the arrays of sequence lengths are wrong."""
+    entries = tensors["cu_seqlens_q"].shape[0] if tensors["cu_seqlens_q"].shape else 0
+    shapes = {"cu_seqlens_q": max(entries, 1), "cu_seqlens_k": max(entries, 1), "seqused_k": entries - 1}
+    for name, size in shapes.items():
+        if name in tensors:
+            yield from array_refusals(name, tensors[name], (size,))
+
+
+def _philox(tensors: Mapping[str, Tensor]) -> Iterator[Refusal]:
+    """Yields why a seed or offset in device memory is wrong."""
+    for name in SEED:
+        if name in tensors and (tensors[name].dtype != "int64" or math.prod(tensors[name].shape) != 1):
+            yield refuse(name, tensors[name], "must be one int64", "convert it")

@@ -6,26 +6,37 @@ Validation and results are those of the GPU. Infinities in operands give NaN wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cutlass_py_attn.api.calls import problem_on_host
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.api.request import problem_of
-from cutlass_py_attn.api.results import Gradients
-from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
-from cutlass_py_attn.runtime import arrays, output_checks
+from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms.dropout import keeper
 
+if TYPE_CHECKING:
+    from cutlass_py_attn.api.attention import AttentionRequest
 
-@np.errstate(invalid="ignore", over="ignore")  # as kernels: infinities and NaN are results
-def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
+
+def compute(request: AttentionRequest, stream: object = None) -> dict[str, Any]:
+    """Returns the results of a call of NumPy arrays by name, in the caller's arrays for them if there are any."""
+    problem = problem_on_host(request, stream)
+    compute_results = _forward if request.direction == "forward" else _backward
+    with np.errstate(invalid="ignore", over="ignore"):  # as kernels: infinities and NaN are results
+        results = compute_results(problem, request.arrays, request.options)
+    for name, target in request.outputs.items():
+        np.copyto(target, results[name])
+        results[name] = target
+    return results
+
+
+def _forward(problem: Problem, operands: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Returns output in the dtype of query, and logsumexp in float32."""
-    problem = _problem("forward", operands, options)
     if problem.key_rope is not None:
         latent = (operands[name] for name in ("key", "key_scale", KEY_ROPE))
         operands = {**operands, "key": quantization.dequantise_latent(*latent)}
@@ -48,14 +59,12 @@ def forward(operands: Mapping[str, Any], options: Options) -> tuple[Any, Any]:
         output, logsumexp = paged.forward(query, key, value, table, scales=scales, **terms)
     else:
         output, logsumexp = numpy_reference.forward(*_numbers(operands, options), **terms)
-    output = _into(options.out, output.astype(arrays.numpy_dtype(problem.output.dtype)))
-    return output, logsumexp.astype(np.float32)
+    output = output.astype(arrays.numpy_dtype(problem.output.dtype))
+    return {"output": output, "logsumexp": logsumexp.astype(np.float32)}
 
 
-@np.errstate(invalid="ignore", over="ignore")  # as kernels: infinities and NaN are results
-def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
-    """Returns the gradients that `options` names."""
-    problem = _problem("backward", operands, options)
+def _backward(problem: Problem, operands: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """Returns the gradients that `options` names, in the dtype of query; that of sinks in float32."""
     names = ("grad_output", "query", "key", "value", "output", "logsumexp")
     gradients = numpy_reference.backward(
         *(operands[name] for name in names),
@@ -65,14 +74,14 @@ def backward(operands: Mapping[str, Any], options: Options) -> Gradients:
         grad_logsumexp=operands.get("grad_logsumexp"),
     )
     dtype = operands["query"].dtype
-    results = {}
-    for name in options.gradients:
-        gradient = getattr(gradients, name).astype(np.float32 if name == "sinks" else dtype)
-        results[name] = _into(getattr(options.out, name, None), gradient)
+    results = {
+        f"grad_{name}": getattr(gradients, name).astype(np.float32 if name == "sinks" else dtype)
+        for name in options.gradients
+    }
     if options.packed:
-        packed = np.stack([results[name] for name in ("query", "key", "value")], axis=2)
-        results |= {name: packed[:, :, i] for i, name in enumerate(("query", "key", "value"))}
-    return Gradients(**results)
+        packed = np.stack([results[f"grad_{name}"] for name in OPERANDS], axis=2)
+        results |= {f"grad_{name}": packed[:, :, i] for i, name in enumerate(OPERANDS)}
+    return results
 
 
 def _numbers(operands: Mapping[str, Any], options: Options) -> list[Any]:
@@ -115,29 +124,3 @@ def score_mod_of(problem: Problem, options: Options) -> numpy_reference.Referenc
         cu_seqlens=lengths,
         score_terms=options.score_terms,
     )
-
-
-def _problem(direction: str, operands: Mapping[str, Any], options: Options) -> Problem:
-    """Validates the call as for the GPU, so that the reference computes nothing that the GPU refuses."""
-    outputs = {}
-    if direction == "forward" and options.out is not None:
-        outputs = {"output": options.out}
-    if direction == "backward" and options.out is not None:
-        given = {f"grad_{name}": getattr(options.out, name) for name in options.gradients}
-        outputs = {name: array for name, array in given.items() if array is not None}
-    inputs = {**operands, **outputs}
-    not_numpy = [name for name, value in inputs.items() if not isinstance(value, np.ndarray)]
-    if not_numpy:
-        raise NotSupported(
-            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
-    described = arrays.read_operands(inputs, 0)
-    return problem_of(direction, described, options, output_checks.reasons(described, outputs))[0]
-
-
-def _into(target: Any, result: Any) -> Any:
-    """Copies the result to the caller's array, if there is one, and returns the array."""
-    if target is None:
-        return result
-    np.copyto(target, result)
-    return target

@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, TypedDict, TypeGuard
+from typing import Any, Final, TypedDict, TypeGuard, TypeVar
 
 import numpy as np
 
 from cutlass_py_attn.api import unknown_options
 from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.api.paged import Paged, starts_refusals
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.masks import Full, Mask
-from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.scalars import PACKED, SCALARS, Scalar, integer_of, is_on_host, shown, with_python_numbers
+from cutlass_py_attn.problem.scalars import DROPOUT_P, FLAG, SCALARS, Scalar, integer_of, with_python_numbers
 from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
-from cutlass_py_attn.problem.validation import mask_kind_objections
+from cutlass_py_attn.refusals import Refusal, is_on_host, one_of, refuse, shown
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 BACKENDS: Final = ("auto", "gpu", "reference")
 MLA_HEAD_DIM_VALUE: Final = 512  # of DeepSeek's models
 GRADIENTS: Final = (*OPERANDS, *registry.gradients())
-# Options whose values are hashable. Calls with the same values, of the same types, are checked once and may be cached.
-PLAIN_OPTIONS: Final = frozenset(
-    (
-        *("mask", "scale", "softcap", "backend", "kernels", "gradients", "packed", "deterministic", "num_splits_key"),
-        "head_dim_value",
-    )
-)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,46 +67,42 @@ class VariableLength:
         """Returns the Sequences of a Problem, which has no arrays."""
         return Sequences(count, int(self.max_seqlen_q), int(self.max_seqlen_k), self.seqused_k is not None)
 
-    def missing(self) -> list[str]:
-        """Returns a reason for each required value that is missing or of the wrong type."""
+    def missing(self) -> list[Refusal]:
+        """Returns a refusal of each required value that is missing or of the wrong type."""
         bounds = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_k": self.cu_seqlens_k}
         lengths = {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_k": self.max_seqlen_k}
         return [
-            *(f"{name} is None: must be an int32 array; pass it" for name, array in bounds.items() if array is None),
             *(
-                f"{name} = {shown(number)}: must be an int; pass the longest sequence's length"
+                refuse(name, None, "must be an int32 array", "pass it")
+                for name, array in bounds.items()
+                if array is None
+            ),
+            *(
+                refuse(name, number, "must be an int", "pass the longest sequence's length")
                 for name, number in lengths.items()
                 if integer_of(number) is None
             ),
         ]
 
-    def reasons(self, tokens: tuple[int, int]) -> list[str]:
+    def refusals(self, tokens: tuple[int, int]) -> list[Refusal]:
         """Returns why the values of NumPy arrays are wrong; values on a device are not read.
 
         tokens: number of queries and keys of all sequences.
         """
-        found: list[str] = []
+        found: list[Refusal] = []
         sides = (
             ("q", self.cu_seqlens_q, self.max_seqlen_q, tokens[0]),
             ("k", self.cu_seqlens_k, self.max_seqlen_k, tokens[1]),
         )
         for side, cu_seqlens, longest, total in sides:
-            if not _has_integers(cu_seqlens) or cu_seqlens.ndim != 1 or not cu_seqlens.size:
-                continue
-            lengths = np.diff(cu_seqlens.astype(np.int64))
-            if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
-                found.append(
-                    f"cu_seqlens_{side} = {cu_seqlens.tolist()}: must start with 0, never fall and end at most at the "
-                    f"{total} tokens; correct it"
-                )
-            elif lengths.size and lengths.max() > longest:
-                found.append(
-                    f"max_seqlen_{side} = {longest}: must be at least the longest sequence, {lengths.max()}; raise it"
-                )
+            if _has_integers(cu_seqlens) and cu_seqlens.ndim == 1:
+                found += starts_refusals(f"cu_seqlens_{side}", cu_seqlens, f"{total} tokens", longest)
         used, starts = self.seqused_k, self.cu_seqlens_k
         on_host = _has_integers(used) and _has_integers(starts) and used.shape == (starts.size - 1,)
         if on_host and ((used < 0) | (used > np.diff(starts.astype(np.int64)))).any():
-            found.append(f"seqused_k = {used.tolist()}: must be from 0 to the keys of each sequence; correct it")
+            found.append(
+                refuse("seqused_k", used.tolist(), "must be from 0 to the keys of each sequence", "correct it")
+            )
         return found
 
 
@@ -121,7 +111,18 @@ def _has_integers(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
     return isinstance(array, np.ndarray) and array.dtype.kind in "iu"
 
 
-class AttentionOptions(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
+    """Options of scores, which every front end has; `AttentionOptions` describes them."""
+
+    mask: Mask
+    scale: float | None
+    bias: Any
+    softcap: float
+    alibi_slopes: Any
+    sinks: Any
+
+
+class AttentionOptions(ScoreOptions, total=False):
     """Options of forward and backward.
 
     The score of query i and key j is softcap * tanh(scale Q K^T / softcap) - alibi_slope * |i + num_keys -
@@ -146,12 +147,6 @@ class AttentionOptions(TypedDict, total=False):
         and caches them on disk.
     """
 
-    mask: Mask
-    scale: float | None
-    bias: Any
-    softcap: float
-    alibi_slopes: Any
-    sinks: Any
     dropout: Dropout | None
     score_terms: Mapping[str, Any]
     stream: object
@@ -226,33 +221,111 @@ class BackwardOptions(AttentionOptions, total=False):
     num_splits_key: int | None
 
 
+def _mask(mask: object) -> list[Refusal]:
+    """Returns why this is no mask; `Problem.refusals` checks the numbers of one."""
+    return [] if type(mask) in masks.ALL.values() else [*masks.refusals(mask)]
+
+
+def backend_refusals(backend: object) -> list[Refusal]:
+    """Returns why this is no backend."""
+    is_backend = isinstance(backend, str) and backend in BACKENDS
+    return [] if is_backend else [refuse("backend", backend, one_of(BACKENDS), "choose one")]
+
+
+def kernels_refusals(kernels: object) -> list[Refusal]:
+    """Returns what is wrong with the option kernels."""
+    if kernels is None or callable(kernels):
+        return []
+    rule = "must be a function from a Build to its Artifact, such as Folder(path), or None to compile them"
+    return [refuse("kernels", kernels, rule, "pass one")]
+
+
+def _score_terms(given: object) -> list[Refusal]:
+    """Returns what is wrong with the option score_terms."""
+    if isinstance(given, Mapping):
+        return [*registry.unknown(given)]
+    known = ", ".join(registry.registered()) or "of which there is none"
+    rule = f"must be a dict of registered terms, {known}, and their arrays"
+    return [refuse("score_terms", given, rule, "pass a dict")]
+
+
+def dropout_refusals(dropout: object) -> list[Refusal]:
+    """Returns what is wrong with a dropout; `Problem.refusals` checks its probability."""
+    if dropout is None:
+        return []
+    if not isinstance(dropout, Dropout):
+        return [refuse("dropout", dropout, "must be a Dropout object, or None", "create one")]
+    found = DROPOUT_P.refusals("dropout_p", dropout.dropout_p)
+    numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
+    are_ints = {name: type(number) is int for name, number in numbers.items()}
+    wrong = [name for name, number in numbers.items() if not (are_ints[name] or _is_array(number))]
+    found += [refuse(name, numbers[name], _PHILOX, "convert it") for name in wrong]
+    if not wrong and len({*are_ints.values()}) > 1:
+        rule = f"must be of the kind of philox_seed, {shown(dropout.philox_seed)}: both ints, or both int64 arrays"
+        found.append(refuse("philox_offset", dropout.philox_offset, rule, "convert one"))
+    return found + [
+        refuse(name, number, _PHILOX, "correct it")
+        for name, number in numbers.items()
+        if are_ints[name] and not 0 <= number < 2**64
+    ]
+
+
+_PHILOX: Final = "must be an int from 0 to 2**64 - 1, or an int64 array on the device"
+
+
+def _is_array(value: object) -> bool:
+    try:
+        return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
+    except Exception:  # an attribute that raises whatever it likes
+        return False
+
+
+_HEAD_DIM_VALUE: Final = Scalar(
+    integer_of, "must be an int, the columns of the cache that are values", "pass it", MLA_HEAD_DIM_VALUE
+)
+
+
+def _plain(scalar: Scalar | None = None, check: Callable[[Any], list[Refusal]] | None = None) -> dict[str, Any]:
+    """Returns the metadata of an option whose values are hashable."""
+    return {"is_plain": True, "scalar": scalar, "check": check}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """The options of a call, checked and with defaults."""
+    """The options of a call, checked and with defaults: the table of the options of all functions.
 
-    mask: Mask = field(default_factory=Full)
-    scale: float | None = None
-    bias: Any = None
-    softcap: float = 0.0
-    alibi_slopes: Any = None
-    sinks: Any = None
-    dropout: Dropout | None = None
-    score_terms: Mapping[str, Any] = field(default_factory=dict)
+    A TypedDict says which of them a function takes, and what they mean. Their metadata:
+
+    is_plain: values are hashable, so that a call with equal ones may be repeated. scalar: kind of a number or bool.
+    check: returns why a value is refused, whatever the other options are. array: name of an array in a Problem.
+    """
+
+    mask: Mask = field(default=Full(), metadata=_plain(check=_mask))
+    scale: float | None = field(default=None, metadata=_plain(SCALARS["scale"]))
+    bias: Any = field(default=None, metadata={"array": "bias"})
+    softcap: float = field(default=0.0, metadata=_plain(SCALARS["softcap"]))
+    alibi_slopes: Any = field(default=None, metadata={"array": "alibi_slopes"})
+    sinks: Any = field(default=None, metadata={"array": "sinks"})
+    dropout: Dropout | None = field(default=None, metadata={"check": dropout_refusals})
+    score_terms: Mapping[str, Any] = field(default_factory=dict, metadata={"check": _score_terms})
     sequences: VariableLength | Paged | None = None
-    backend: str = "auto"
-    kernels: Callable[[Build], Artifact] | None = None
-    grad_logsumexp: Any = None
-    gradients: tuple[str, ...] = OPERANDS
+    backend: str = field(default="auto", metadata=_plain(check=backend_refusals))
+    kernels: Callable[[Build], Artifact] | None = field(default=None, metadata=_plain(check=kernels_refusals))
+    grad_logsumexp: Any = field(default=None, metadata={"array": "grad_logsumexp"})
+    gradients: tuple[str, ...] = field(default=OPERANDS, metadata=_plain())
     out: Any = None
-    packed: bool = False
-    deterministic: bool = False
-    num_splits_key: int | None = None
-    head_dim_value: int | None = None
-    query_scale: Any = None
-    key_scale: Any = None
-    value_scale: Any = None
-    cache_scale: Any = None
-    cache_rope: Any = None
+    packed: bool = field(default=False, metadata=_plain(FLAG, functools.partial(FLAG.refusals, "packed")))
+    deterministic: bool = field(default=False, metadata=_plain(SCALARS["deterministic"]))
+    num_splits_key: int | None = field(default=None, metadata=_plain(SCALARS["num_splits_key"]))
+    head_dim_value: int | None = field(
+        default=None,
+        metadata=_plain(_HEAD_DIM_VALUE, functools.partial(_HEAD_DIM_VALUE.refusals, "head_dim_value")),
+    )
+    query_scale: Any = field(default=None, metadata={"array": "query_scale"})
+    key_scale: Any = field(default=None, metadata={"array": "key_scale"})
+    value_scale: Any = field(default=None, metadata={"array": "value_scale"})
+    cache_scale: Any = field(default=None, metadata={"array": "key_scale"})
+    cache_rope: Any = field(default=None, metadata={"array": KEY_ROPE})
 
     @property
     def dropout_p(self) -> float:
@@ -265,27 +338,29 @@ class Options:
 
         It is hashable if the mask, its numbers and `kernels` are.
         """
+        plain = [tuple(value) if type(value) is list else value for value in map(self.__getattribute__, PLAIN_OPTIONS)]
+        types = *_types_of_numbers(self.mask), *map(type, plain)  # `Problem.refusals` refuses those of wrong types
         lengths = None if self.sequences is None else self.sequences.lengths
-        numbers = self.scale, self.softcap, self.dropout_p, self.num_splits_key, self.deterministic
-        choices = tuple(self.gradients), self.packed, self.kernels, self.philox_on_device, lengths, self.head_dim_value
-        types = *_types_of_numbers(self.mask), *map(type, numbers)  # `Problem.reasons` refuses those of wrong types
-        return self.mask, numbers, types, *choices, registry.registered_among(self.score_terms)
+        dropout = self.dropout_p, type(self.dropout_p), self.philox_on_device
+        return *plain, types, dropout, lengths, registry.registered_among(self.score_terms)
 
     def arrays(self) -> dict[str, Any]:
         """Returns the arrays among the options by their names in a Problem."""
-        found = {name: value for name in registry.array_options() if (value := getattr(self, name)) is not None}
-        found |= {name: value for name in SCALES if (value := getattr(self, name)) is not None}
-        of_cache = {"key_scale": self.cache_scale, KEY_ROPE: self.cache_rope}
-        found |= {name: value for name, value in of_cache.items() if value is not None}
+        found = {array: value for name, array in _ARRAYS.items() if (value := getattr(self, name)) is not None}
         found |= self.score_terms
-        if self.grad_logsumexp is not None:
-            found["grad_logsumexp"] = self.grad_logsumexp
         if self.sequences is not None:
             found |= self.sequences.arrays()
         if self.philox_on_device:
             assert self.dropout is not None
             found |= {"philox_seed": self.dropout.philox_seed, "philox_offset": self.dropout.philox_offset}
         return found
+
+    def outputs(self, direction: str) -> dict[str, Any]:
+        """Returns the caller's arrays for results, by their names in a Problem."""
+        if direction == "forward":
+            return {} if self.out is None else {"output": self.out}
+        outputs = {f"grad_{name}": getattr(self.out, name, None) for name in self.gradients}
+        return {name: array for name, array in outputs.items() if array is not None}
 
     @property
     def philox_on_device(self) -> bool:
@@ -294,23 +369,57 @@ class Options:
         return dropout is not None and dropout.is_active and not isinstance(dropout.philox_seed, int)
 
 
-def check_options(options: Mapping[str, Any], allowed: type) -> Options:
+_FIELDS: Final = {item.name: item.metadata for item in fields(Options)}
+# Calls with the same values of these, of the same types, are checked once and may be repeated.
+PLAIN_OPTIONS: Final = {name: None for name, item in _FIELDS.items() if "is_plain" in item}.keys()
+_ARRAYS: Final[dict[str, str]] = {name: item["array"] for name, item in _FIELDS.items() if "array" in item}
+
+
+def check_options(options: Mapping[str, Any], allowed: type, *more: str) -> Options:
     """Returns the options with defaults and Python numbers; NotSupported lists every unknown name and wrong value.
 
     options: all but the stream, which does not decide what is computed.
-    allowed: TypedDict of the allowed names.
+    allowed: TypedDict of the allowed names. more: other allowed names.
     """
     if not options.keys() <= PLAIN_OPTIONS:
-        return _check(options, allowed)
+        return _check(options, allowed, more)
     key = allowed, exact_key(options)
     try:
         checked = _checked.get(key)
     except TypeError:  # an unhashable value, such as a list in place of a tuple
-        return _check(options, allowed)
+        return _check(options, allowed, more)
     if checked is None:
-        checked = _check(options, allowed)
+        checked = _check(options, allowed, more)
         _checked.put(key, checked)
     return checked
+
+
+def takes_options(declared: type, **more: Any) -> Callable[[F], F]:
+    """Decorates a function with `**options`: help() and inspect.signature show each option, its type and its default.
+
+    declared: TypedDict of the options. more: defaults of options that are no fields of Options, or have another.
+
+    The function gets the options that a call gives and no others: a call is repeated by these few alone, and an option
+    that does not exist is refused together with everything else that is wrong with the call.
+    """
+    usual, others = Options(), {"stream": None, **more}
+
+    def declare(function: F) -> F:
+        signature = inspect.signature(function)
+        arguments = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=others.get(name, getattr(usual, name, inspect.Parameter.empty)),
+                annotation=kind.__forward_arg__,
+            )
+            for name, kind in declared.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*arguments, *keywords])  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 _checked: LruCache[Options] = LruCache(256)
@@ -336,45 +445,33 @@ def _types_of_numbers(mask: object) -> list[type]:
     return [type(getattr(mask, name)) for name in _NUMBERS_OF_MASKS.get(type(mask), ())]
 
 
-def _check(options: Mapping[str, Any], allowed: type) -> Options:
-    names = _names(allowed)
+def _check(options: Mapping[str, Any], allowed: type, more: tuple[str, ...]) -> Options:
+    names = _names(allowed, more)
     given = {name: option_value(name, value) for name, value in options.items()}
-    reasons = unknown_options.objections(given, (*names, "stream"))
-    if type(given.get("mask", Full())) not in masks.ALL.values():  # `Problem.reasons` checks the numbers of a mask
-        reasons += mask_kind_objections(given["mask"])
-    backend = given.get("backend", "auto")
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
-    declared = getattr(allowed, "__annotations__", {}).get("sequences", "")
-    paged = (Paged,) if "Paged" in str(declared) else ()  # a backward takes none
-    for name, kinds in (("dropout", (Dropout,)), ("sequences", (VariableLength, *paged))):
-        value = given.get(name)
-        if value is not None and not isinstance(value, kinds):
-            objects = " or ".join(kind.__name__ for kind in kinds)
-            reasons.append(f"{name} = {shown(value)}: must be a {objects} object, or None; create one")
-    reasons += PACKED.objections("packed", given.get("packed", False))
-    reasons += _HEAD_DIM_VALUE.objections("head_dim_value", given.get("head_dim_value", 1))
-    reasons += _kernels_reasons(given.get("kernels"))
-    reasons += _score_term_reasons(given.get("score_terms", {}))
-    if isinstance(given.get("sequences"), (VariableLength, *paged)):
-        reasons += given["sequences"].missing()
-    reasons += dropout_reasons(given.get("dropout"))
-    reasons += _gradients_reasons(given) if "gradients" in names else []
-    if reasons:
-        raise NotSupported(reasons)
+    refusals = unknown_options.refusals(given, (*names, "stream"))
+    checks = {name: check for name, item in _FIELDS.items() if name in given and (check := item.get("check"))}
+    refusals += [refusal for name, check in checks.items() for refusal in check(given[name])]
+    refusals += _sequences(given.get("sequences"), allowed)
+    refusals += _gradients(given) if "gradients" in names else []
+    if refusals:
+        raise NotSupported(refusals)
     return Options(**given)
 
 
-_HEAD_DIM_VALUE: Final = Scalar(
-    integer_of, "must be an int, the columns of the cache that are values; pass it", MLA_HEAD_DIM_VALUE
-)
-_SCALARS: Final[dict[str, Scalar]] = {**SCALARS, "packed": PACKED, "head_dim_value": _HEAD_DIM_VALUE}
+def _sequences(sequences: object, allowed: type) -> list[Refusal]:
+    """Returns what is wrong with the option sequences; a backward takes no pages."""
+    is_paged = "Paged" in str(allowed.__annotations__.get("sequences", ""))
+    if isinstance(sequences, VariableLength) or (is_paged and isinstance(sequences, Paged)):
+        return sequences.missing()
+    rule = f"must be a {'VariableLength or Paged' if is_paged else 'VariableLength'} object, or None"
+    return [] if sequences is None else [refuse("sequences", sequences, rule, "create one")]
 
 
 def option_value(name: str, value: Any) -> Any:
     """Returns the value of an option with Python numbers in place of those of other libraries."""
-    if name in _SCALARS:
-        return _SCALARS[name].normalised(value)
+    scalar = _FIELDS[name].get("scalar") if name in _FIELDS else SCALARS.get(name)
+    if scalar is not None:
+        return scalar.normalised(value)
     if type(value) in masks.ALL.values():
         return with_python_numbers(value)
     if isinstance(value, VariableLength):
@@ -402,90 +499,45 @@ def philox_number(value: Any) -> Any:
     return value if str(value.dtype) == "int64" and not is_on_host(value) else number % 2**64
 
 
+def known(options: Mapping[str, Any], declared: type) -> dict[str, Any]:
+    """Returns those of the options of a front end, which a TypedDict declares, that `check_options` checks."""
+    names = _names(declared, ())
+    return {name: value for name, value in options.items() if name in names}
+
+
 @functools.cache
-def _names(allowed: type) -> tuple[str, ...]:
-    """Returns the names that a TypedDict allows, in the order of Options."""
-    kinds = (*allowed.__mro__, allowed)
-    names = {name for kind in kinds for name in getattr(kind, "__annotations__", {})}
-    return tuple(item.name for item in fields(Options) if item.name in names)
+def _names(allowed: type, more: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names that a TypedDict allows and those of `more`, in the order of Options."""
+    names = {*allowed.__annotations__, *more}
+    return tuple(name for name in _FIELDS if name in names)
 
 
-def _gradients_reasons(options: Mapping[str, Any]) -> list[str]:
+def _gradients(options: Mapping[str, Any]) -> list[Refusal]:
     """Returns what is wrong with the options gradients, out and packed."""
     gradients, out = options.get("gradients", OPERANDS), options.get("out")
     is_names = isinstance(gradients, (tuple, list)) and all(isinstance(name, str) for name in gradients)
     if not is_names or not gradients or not set(gradients) <= set(GRADIENTS):
-        return [f"gradients = {shown(gradients)}: must be some of {', '.join(GRADIENTS)} in a tuple; name at least one"]
-    found = [
-        f"gradients names {name} {gradients.count(name)} times: must name each once; leave the others out"
-        for name in dict.fromkeys(gradients)
-        if gradients.count(name) > 1
-    ]
+        rule = f"must be some of {', '.join(GRADIENTS)} in a tuple"
+        return [refuse("gradients", gradients, rule, "name at least one")]
+    found = []
+    if len(set(gradients)) < len(gradients):
+        found.append(refuse("gradients", gradients, "must name each once", "leave the others out"))
     found += [
-        f"gradients names {name}, but there is no option {name}: must come together; pass {name} or do not name it"
+        refuse("gradients", gradients, f"must come with the option {name}", f"pass {name} or do not name it")
         for name in registry.gradients()
         if name in gradients and options.get(name) is None
     ]
     if options.get("packed") is True and not set(OPERANDS) <= set(gradients):
-        found.append(f"packed with gradients = {gradients!r}: must name {', '.join(OPERANDS)}; leave packed False")
+        rule = f"must name {', '.join(OPERANDS)} with packed"
+        found.append(refuse("gradients", gradients, rule, "leave packed False"))
     if out is None:
         return found
     if not isinstance(out, Gradients):
-        return [*found, f"out = {shown(out)}: must be a Gradients object with arrays to write to, or None; create one"]
+        rule = "must be a Gradients object with arrays to write to, or None"
+        return [*found, refuse("out", out, rule, "create one")]
     found += [
-        f"out has an array for {name}, which gradients does not name: must come together; name it or leave it None"
+        refuse(f"out.{name}", array, f"must come with {name} in gradients", "name it or leave it None")
         for name in GRADIENTS
-        if name not in gradients and getattr(out, name) is not None
+        if name not in gradients and (array := getattr(out, name)) is not None
     ]
     return found
-
-
-def _score_term_reasons(given: object) -> list[str]:
-    """Returns what is wrong with the option score_terms."""
-    known = ", ".join(registry.registered()) or "of which there is none"
-    if not isinstance(given, Mapping):
-        return [
-            f"score_terms = {shown(given)}: must be a dict of registered terms, {known}, and their arrays; pass a dict"
-        ]
-    return [
-        f"score_terms has {name!r}: must be registered terms, {known}; call score_terms.register first"
-        for name in given
-        if name not in registry.registered()
-    ]
-
-
-def dropout_reasons(dropout: object) -> list[str]:
-    """Returns what is wrong with seed, offset and the type of the probability of a Dropout."""
-    if not isinstance(dropout, Dropout):
-        return []
-    found = SCALARS["dropout_p"].objections("dropout_p", dropout.dropout_p)
-    numbers = {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
-    are_ints = {type(number) is int for number in numbers.values()}
-    wrong = [name for name, number in numbers.items() if type(number) is not int and not _is_array(number)]
-    found += [f"{name} = {shown(numbers[name])}: {_PHILOX}; convert it" for name in wrong]
-    if not wrong and len(are_ints) > 1:
-        kinds = " and ".join(f"{name} = {shown(number)}" for name, number in numbers.items())
-        found.append(f"{kinds}: must both be ints, or both int64 arrays on the device; convert one")
-    return found + [
-        f"{name} = {shown(number)}: {_PHILOX}; correct it"
-        for name, number in numbers.items()
-        if type(number) is int and not 0 <= number < 2**64
-    ]
-
-
-_PHILOX: Final = "must be an int from 0 to 2**64 - 1, or an int64 array on the device"
-
-
-def _is_array(value: object) -> bool:
-    try:
-        return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
-    except Exception:  # an attribute that raises whatever it likes
-        return False
-
-
-def _kernels_reasons(kernels: object) -> list[str]:
-    """Returns what is wrong with the option kernels."""
-    if kernels is None or callable(kernels):
-        return []
-    return [f"kernels = {shown(kernels)}: must be a function from a Build to its Artifact, such as Folder(path), or "
-            "None to compile them; pass one"]  # fmt: skip

@@ -9,8 +9,9 @@ from typing import Any, Final
 import numpy as np
 
 from cutlass_py_attn.problem.paging import Pages
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import FLAG, integer_of
 from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.refusals import Refusal, refuse
 
 _REQUIRED: Final = ("page_table", "seqused_k")
 _OPTIONAL: Final = ("cu_seqlens_q", "page_indptr")
@@ -75,46 +76,33 @@ class Paged:
             self.invariant,
         )
 
-    def missing(self) -> list[str]:
-        """Returns a reason for each value that is missing or of the wrong type."""
+    def missing(self) -> list[Refusal]:
+        """Returns a refusal of each value that is missing or of the wrong type."""
         found = [
-            f"{name} is None: must be an int32 array on the operands' device; pass it"
+            refuse(name, None, "must be an int32 array on the operands' device", "pass it")
             for name in _REQUIRED
             if getattr(self, name) is None
         ]
         given = self.max_seqlen_q
         if self.cu_seqlens_q is not None and integer_of(given) is None:
-            found.append(
-                f"max_seqlen_q = {shown(given)} with cu_seqlens_q: must be an int; pass the most queries of a sequence"
-            )
+            remedy = "pass the most queries of a sequence"
+            found.append(refuse("max_seqlen_q", given, "must be an int with cu_seqlens_q", remedy))
         if type(self.invariant) is not bool:
-            found.append(f"invariant = {shown(self.invariant)}: must be True or False; pass one of them")
+            found.append(FLAG.refusal("invariant", self.invariant))
         if self.cu_seqlens_q is None and given is not None:
-            found.append(
-                f"max_seqlen_q = {shown(given)} without cu_seqlens_q: must be None, because query's shape says it; "
-                "leave it out"
-            )
+            rule = "must be None without cu_seqlens_q, because query's shape says it"
+            found.append(refuse("max_seqlen_q", given, rule, "leave it out"))
         return found
 
-    def reasons(self, tokens: int | None, pool: tuple[int, int]) -> list[str]:
+    def refusals(self, tokens: int | None, pool: tuple[int, int]) -> list[Refusal]:
         """Returns why the values of NumPy arrays are wrong; values on a device are not read.
 
         tokens: queries of all sequences, with cu_seqlens_q. pool: (pages, page_size).
         """
-        found: list[str] = []
+        found: list[Refusal] = []
         starts, table, lengths, indptr = self.cu_seqlens_q, self.page_table, self.seqused_k, self.page_indptr
-        if _is_on_host(starts) and starts.ndim == 1 and starts.size and tokens is not None:
-            steps = np.diff(starts.astype(np.int64))
-            if starts[0] != 0 or (steps < 0).any() or starts[-1] > tokens:
-                found.append(
-                    f"cu_seqlens_q = {starts.tolist()}: must start with 0, never fall and end at most at the {tokens} "
-                    "queries; correct it"
-                )
-            elif steps.size and steps.max() > (self.max_seqlen_q or 0):
-                found.append(
-                    f"max_seqlen_q = {self.max_seqlen_q}: must be at least the longest sequence, {steps.max()}; "
-                    "raise it"
-                )
+        if _is_on_host(starts) and starts.ndim == 1 and tokens is not None:
+            found += starts_refusals("cu_seqlens_q", starts, f"{tokens} queries", self.max_seqlen_q or 0)
         if not _is_on_host(table) or not _is_on_host(lengths):
             return found
         if table.ndim != (2 if indptr is None else 1) or lengths.ndim != 1:  # `Problem` refuses these shapes
@@ -124,49 +112,59 @@ class Paged:
         else:
             if not _is_on_host(indptr) or indptr.shape != (lengths.size + 1,):
                 return found
-            bounds = indptr.astype(np.int64)
-            if bounds[0] != 0 or (np.diff(bounds) < 0).any() or bounds[-1] > table.size:
-                return [
-                    *found,
-                    f"page_indptr = {indptr.tolist()}: must start with 0, never fall and end at most at the "
-                    f"{table.size} entries of page_table; correct it",
-                ]
-            rows = [table[first:last].astype(np.int64) for first, last in itertools.pairwise(bounds)]
+            if wrong := starts_refusals("page_indptr", indptr, f"{table.size} entries of page_table"):
+                return [*found, *wrong]
+            rows = [table[first:last].astype(np.int64) for first, last in itertools.pairwise(indptr.astype(np.int64))]
         pages, page_size = pool
         for number, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=False)):
             most = row.size * page_size if pages else 0
             if not 0 <= length <= most:
-                found.append(
-                    f"seqused_k[{number}] = {length}: must be from 0 to the {most} keys of the sequence's pages; "
-                    "correct it"
-                )
+                rule = f"must be from 0 to the {most} keys of the sequence's pages"
+                found.append(refuse(f"seqused_k[{number}]", length, rule, "correct it"))
                 continue
             used = row[: -(-length // page_size)]
             if ((used < 0) | (used >= pages)).any():
-                found.append(
-                    f"page_table of sequence {number} has pages {used.tolist()}: must be from 0 to {pages - 1}; "
-                    "correct it"
-                )
+                rule = f"must be from 0 to {pages - 1}"
+                found.append(refuse(f"pages of sequence {number} in page_table", used.tolist(), rule, "correct it"))
         return found
 
 
-def layout_reasons(paged: Paged, tensors: dict[str, Tensor]) -> list[str]:
+def starts_refusals(name: str, starts: np.ndarray[Any, Any], total: str, longest: int | None = None) -> list[Refusal]:
+    """Returns why these are no starts of sequences; total: what they end in, such as "40 tokens".
+
+    longest: length of the longest sequence as it was given; None for none
+    """
+    if not starts.size:
+        return []
+    steps = np.diff(starts.astype(np.int64))
+    if starts[0] != 0 or (steps < 0).any() or starts[-1] > int(total.split()[0]):
+        rule = f"must start with 0, never fall and end at most at the {total}"
+        return [refuse(name, starts.tolist(), rule, "correct it")]
+    if longest is not None and steps.size and steps.max() > longest:
+        rule = f"must be at least the longest sequence, {steps.max()}"
+        return [refuse(name.replace("cu_seqlens", "max_seqlen"), longest, rule, "raise it")]
+    return []
+
+
+def array_refusals(name: str, tensor: Tensor, shape: tuple[int, ...]) -> list[Refusal]:
+    """Returns why this is no contiguous int32 array of that shape."""
+    is_dense = len(tensor.shape) == 1 and (tensor.strides == (1,) or tensor.shape[0] <= 1)
+    if tensor.dtype == "int32" and tensor.shape == shape and is_dense:
+        return []
+    rule = f"must be a contiguous int32 array of shape {shape}, and has strides {tensor.strides}"
+    return [refuse(name, tensor, rule, "convert it")]
+
+
+def layout_refusals(paged: Paged, tensors: dict[str, Tensor]) -> list[Refusal]:
     """Returns why arrays of lengths have a wrong shape, dtype or layout; Problem checks the table itself."""
     used = tensors.get("seqused_k")
     batch = used.shape[0] if used is not None and used.shape else 0
-    found = []
-    for name in ("seqused_k", *_OPTIONAL):
-        tensor = tensors.get(name)
-        if tensor is None:
-            continue
-        expected = (batch,) if name == "seqused_k" else (batch + 1,)
-        is_dense = len(tensor.shape) == 1 and (tensor.strides == (1,) or tensor.shape[0] <= 1)
-        if tensor.dtype != "int32" or tensor.shape != expected or not is_dense:
-            found.append(
-                f"{name} has shape {tensor.shape}, strides {tensor.strides} and dtype {tensor.dtype}: must be a "
-                f"contiguous int32 array of shape {expected}; convert it"
-            )
-    return found
+    return [
+        refusal
+        for name in ("seqused_k", *_OPTIONAL)
+        if name in tensors
+        for refusal in array_refusals(name, tensors[name], (batch,) if name == "seqused_k" else (batch + 1,))
+    ]
 
 
 def _is_on_host(array: object) -> bool:

@@ -10,8 +10,9 @@ import numpy as np
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.quantization import GRANULARITIES
-from cutlass_py_attn.problem.scalars import flag_of, integer_of, shown
+from cutlass_py_attn.problem.scalars import FLAG, flag_of, integer_of
 from cutlass_py_attn.reference import quantization
+from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _ALLOWED = f"of {', '.join(_DTYPES)} without a mask"
@@ -47,9 +48,9 @@ def quantize_e4m3(
     """
     heads = array.shape[2] if isinstance(array, np.ndarray) and array.ndim == 4 else 0
     of_key = heads if num_heads_key is None else integer_of(num_heads_key)
-    reasons = _reasons(array, granularity, (num_heads_key, of_key), cu_seqlens, rotate)
-    if reasons:
-        raise NotSupported(reasons)
+    refusals = _refusals(array, granularity, (num_heads_key, of_key), cu_seqlens, rotate)
+    if refusals:
+        raise NotSupported(refusals)
     assert of_key is not None
     starts = None if cu_seqlens is None else np.asarray(cu_seqlens)
     numbers = quantization.rotate(array) if flag_of(rotate) else array
@@ -57,33 +58,33 @@ def quantize_e4m3(
     return quantization.quantise(numbers, scales, starts), scales
 
 
-def _reasons(array: Any, granularity: Any, heads: tuple[Any, int | None], cu_seqlens: Any, rotate: Any) -> list[str]:
+def _refusals(
+    array: Any, granularity: Any, heads: tuple[Any, int | None], cu_seqlens: Any, rotate: Any
+) -> list[Refusal]:
     """Returns why the arguments are refused. heads: num_heads_key as given, and as an int."""
     if not _is_array_of(array, 4):
         allowed = f"a NumPy array (batch, rows, heads, columns) {_ALLOWED}"
-        return [f"array = {shown(array)}: must be {allowed}; convert it"]
+        return [refuse("array", array, f"must be {allowed}", "convert it")]
     if not array.size:
-        return [f"array has shape {array.shape}: must have an element, for a scale is of the largest; pass rows"]
-    reasons = []
+        return [refuse("array", array, "must have an element, for a scale is of the largest", "pass rows")]
+    refusals = []
     given, of_key = heads
     if not isinstance(granularity, str) or granularity not in GRANULARITIES:
-        reasons.append(f"granularity = {shown(granularity)}: must be one of {', '.join(GRANULARITIES)}; choose one")
+        refusals.append(refuse("granularity", granularity, one_of(GRANULARITIES), "choose one"))
     if of_key is None or of_key < 1 or array.shape[2] % of_key:
-        reasons.append(
-            f"num_heads_key = {shown(given)}: must be an int that divides the {array.shape[2]} heads of the array, or "
-            "None for all of them; correct it"
-        )
-    if flag_of(rotate) is None:
-        reasons.append(f"rotate = {shown(rotate)}: must be True or False; pass one of them")
+        rule = f"must be an int that divides the {array.shape[2]} heads of the array, or None for all of them"
+        refusals.append(refuse("num_heads_key", given, rule, "correct it"))
+    refusals += FLAG.refusals("rotate", rotate)
     if cu_seqlens is not None:
         bounds = _bounds_of(cu_seqlens)
         is_list = bounds.ndim == 1 and bounds.size > 0 and bounds.dtype.kind in "iu" and array.shape[0] == 1
         if not is_list or bounds[0] != 0 or (np.diff(bounds) < 0).any() or bounds[-1] > array.shape[1]:
-            reasons.append(
-                f"cu_seqlens = {shown(cu_seqlens)}: must be ascending integers from 0 to at most the {array.shape[1]} "
-                f"rows of an array with batch 1, which has batch {array.shape[0]}; correct it"
+            rule = (
+                f"must be ascending integers from 0 to at most the {array.shape[1]} rows of an array with batch 1, "
+                f"which has batch {array.shape[0]}"
             )
-    return reasons
+            refusals.append(refuse("cu_seqlens", cu_seqlens, rule, "correct it"))
+    return refusals
 
 
 def _is_array_of(array: Any, axes: int | None = None) -> bool:
@@ -111,5 +112,5 @@ def rotate_rows(array: Any) -> Any:
     """
     if not _is_array_of(array):
         allowed = f"a NumPy array (..., columns) {_ALLOWED}"
-        raise NotSupported(f"array = {shown(array)}: must be {allowed}; convert it")
+        raise NotSupported(refuse("array", array, f"must be {allowed}", "convert it"))
     return quantization.rotate(array).astype(array.dtype) if array.size else array.copy()

@@ -6,32 +6,22 @@ output, logsumexp = merge_states(output_a, logsumexp_a, output_b, logsumexp_b)
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn.api import repeated_calls
-from cutlass_py_attn.api.attention import MAX_PREPARED_CALLS, default_kernels, device_of
-from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.api.calls import Kernels, Request, launch, problem_on_host, repeat
+from cutlass_py_attn.api.options import backend_refusals, kernels_refusals
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
-from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.merge import plan_merge
-from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.append import CACHES, SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
-from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving
-from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes, output_checks
-from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
-
-Kernels = Callable[[Build], Artifact]
+from cutlass_py_attn.refusals import Refusal, refuse
+from cutlass_py_attn.runtime.arrays import Array
 
 
 @refuses_unknown_options()
@@ -85,14 +75,15 @@ def append_to_cache(
         given["key_scale"] = key_scale
     if value_scale is not None:
         given["value_scale"] = value_scale
-    key_of_call, results = repeated_calls.look_up((_Append, backend, kernels), given, stream)
-    if results is not None:
+    name = _Append, backend, kernels, key_scale is None, value_scale is None
+    key_of_call, repeated = repeat(name, (*given.values(),), {}, stream)
+    if repeated is not None:
         return
-    call = _Append(given, backend, kernels)
-    if call.is_on_host:
-        _append_on_host(call, stream)
+    request = _Append(given, backend, kernels)
+    if request.is_on_host:
+        _append_on_host(request, stream)
     else:
-        _launch(call, stream, key_of_call)
+        launch(request, stream, key_of_call)
 
 
 @refuses_unknown_options()
@@ -136,219 +127,113 @@ def merge_states(
         given["cu_seqlens_q"] = cu_seqlens_q
     if out is not None:
         given["output"] = out
-    options = _Merge, backend, kernels, tuple(given), type(max_seqlen_q), max_seqlen_q
-    key_of_call, repeated = repeated_calls.look_up(options, given, stream)
+    name = _Merge, backend, kernels, type(max_seqlen_q), max_seqlen_q, *given
+    key_of_call, repeated = repeat(name, (*given.values(),), {}, stream)
     if repeated is not None:
         return (repeated[0], repeated[1]) if out is None else (out, repeated[0])
     number = None if max_seqlen_q is None else integer_of(max_seqlen_q)
-    call = _Merge(given, backend, kernels, max_seqlen_q if number is None else number)
-    results = _merge_on_host(call, stream) if call.is_on_host else _launch(call, stream, key_of_call)
+    request = _Merge(given, backend, kernels, max_seqlen_q if number is None else number)
+    results = _merge_on_host(request, stream) if request.is_on_host else launch(request, stream, key_of_call)
     return results["output"], results["logsumexp"]
 
 
-class _Call(ABC):
-    """One call: the caller's arrays by name, and what decides its kernel.
+class _Rows(Request):
+    """A call on rows, without attention. arrays: None for one that is missing.
 
-    first: name of the operand whose library gets the results. is_on_host: whether the CPU backend computes it.
-    reasons: why the options are refused. key: what decides the problem beside the layouts of the arrays.
+    is_on_host: whether the CPU backend computes it. refusals: why the options are refused.
     """
 
-    first: ClassVar[str]
-
-    def __init__(self, given: Mapping[str, Any], backend: object, kernels: Kernels | None) -> None:
-        self.given = {name: array for name, array in given.items() if array is not None}
+    def __init__(self, arrays: Mapping[str, Any], backend: object, kernels: Kernels | None, *key: object) -> None:
+        self.arrays = {name: array for name, array in arrays.items() if array is not None}
         self.kernels = kernels
-        self.key: Hashable = type(self)
-        self.reasons = [f"{name} is None: must be an array; pass it" for name, array in given.items() if array is None]
-        is_known = isinstance(backend, str) and backend in BACKENDS
-        self.is_on_host = is_known and backend == "reference"
-        if not is_known:
-            self.reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
-        if kernels is not None and not callable(kernels):
-            self.reasons.append(
-                f"kernels = {shown(kernels)}: must be a function that returns the Artifact of a Build, such as "
-                "Folder(path), or None; pass one"
-            )
+        self.key = type(self), kernels, *key
+        self.refusals = [
+            refuse(name, None, "must be an array", "pass it") for name, array in arrays.items() if array is None
+        ]
+        self.has_all_arrays = not self.refusals
+        self.refusals += [*backend_refusals(backend), *kernels_refusals(kernels)]
+        self.is_on_host = isinstance(backend, str) and backend == "reference"
 
-    @abstractmethod
-    def problem(self, tensors: Mapping[str, Tensor]) -> AppendProblem | MergeProblem:
-        """Returns the problem of these layouts, without a check."""
-
-    @abstractmethod
-    def outputs(self, found: Mapping[str, arrays.Array]) -> tuple[str, ...]:
-        """Returns the names of the caller's arrays that are written."""
-
-    @abstractmethod
-    def new_outputs(self, found: Mapping[str, arrays.Array]) -> dict[str, Tensor]:
-        """Returns the results to allocate, by name."""
-
-    @abstractmethod
-    def plan(self, problem: Any, arch: str) -> Plan:
-        """Returns the plan of the problem."""
-
-    def remedy(self, found: Mapping[str, arrays.Array]) -> str:
-        """Returns what to do about an array that cannot be written; "" to leave it out."""
-        return ""
-
-    def read(self, stream: int) -> dict[str, arrays.Array]:
+    def read(self, stream: int) -> dict[str, Array]:
         """Reads the arrays. NotSupported lists those that are missing or unreadable, and wrong options."""
-        unreadable: list[str] = []
-        found: dict[str, arrays.Array] = {}
+        unreadable: list[Refusal] = []
+        inputs: dict[str, Array] = {}
         try:
-            found = arrays.read_operands(self.given, stream)
+            inputs = super().read(stream)
         except NotSupported as error:
-            unreadable += error.reasons
-        if unreadable or any(" is None: " in reason for reason in self.reasons):
-            raise NotSupported([*self.reasons, *unreadable])
-        return found
+            unreadable += error.refusals
+        if unreadable or not self.has_all_arrays:
+            raise NotSupported([*self.refusals, *unreadable])
+        return inputs
 
-    def check(self, found: Mapping[str, arrays.Array]) -> Any:
-        """Returns the problem of these arrays; NotSupported lists every reason to refuse them and the options."""
-        problem = self.problem({name: array.tensor for name, array in found.items()})
-        if reasons := [*self.reasons, *problem.reasons(), *self.memory_reasons(found)]:
-            raise NotSupported(reasons)
-        return problem
+    def must_validate(self, inputs: Mapping[str, Array]) -> bool:
+        return bool(self.refusals)
 
-    def memory_reasons(self, found: Mapping[str, arrays.Array]) -> list[str]:
-        """Returns why arrays cannot be written: they are read-only, or share memory with another."""
-        return output_checks.reasons(found, self.outputs(found), self.remedy(found))
+    def expect_none(self, problem: AppendProblem | MergeProblem, of_outputs: Sequence[Refusal]) -> None:
+        """Raises NotSupported with every reason to refuse the options, the problem and the arrays for results."""
+        if refusals := [*self.refusals, *problem.refusals(), *of_outputs]:
+            raise NotSupported(refusals)
 
 
-class _Append(_Call):
+class _Append(_Rows):
     """A call of `append_to_cache`."""
 
     first = "key"
 
-    def problem(self, tensors: Mapping[str, Tensor]) -> AppendProblem:
-        return AppendProblem(**tensors)
+    def validate(
+        self, inputs: Mapping[str, Array], of_outputs: Sequence[Refusal]
+    ) -> tuple[AppendProblem, dict[str, Tensor]]:
+        problem = AppendProblem(**{name: array.tensor for name, array in inputs.items()})
+        self.expect_none(problem, of_outputs)
+        return problem, {}
 
-    def outputs(self, found: Mapping[str, arrays.Array]) -> tuple[str, ...]:
-        return (*CACHES, *(name for name in SCALES if name in found and len(found[name].shape) > 2))
+    def written(self, inputs: Mapping[str, Array]) -> tuple[str, ...]:
+        return (*CACHES, *(name for name in SCALES if name in inputs and len(inputs[name].shape) > 2))
 
-    def new_outputs(self, found: Mapping[str, arrays.Array]) -> dict[str, Tensor]:
-        return {}
-
-    def plan(self, problem: Any, arch: str) -> Plan:
-        return plan_append(problem, arch)
-
-    def remedy(self, found: Mapping[str, arrays.Array]) -> str:
-        if found["key_cache"].library == "jax":
+    def remedy(self, inputs: Mapping[str, Array]) -> str:
+        if inputs["key_cache"].library == "jax":
             return "call cutlass_py_attn.jax.append_to_cache, which returns the caches"
         return "pass another array"
 
 
-class _Merge(_Call):
+class _Merge(_Rows):
     """A call of `merge_states`."""
 
     first = "output_a"
 
-    def __init__(self, given: Mapping[str, Any], backend: object, kernels: Kernels | None, max_seqlen_q: Any) -> None:
-        super().__init__(given, backend, kernels)
+    def __init__(self, arrays: Mapping[str, Any], backend: object, kernels: Kernels | None, max_seqlen_q: Any) -> None:
+        super().__init__(arrays, backend, kernels, type(max_seqlen_q), max_seqlen_q)
         self._max_seqlen_q = max_seqlen_q
-        self.key = type(self), type(max_seqlen_q), max_seqlen_q
 
-    def problem(self, tensors: Mapping[str, Tensor]) -> MergeProblem:
-        return MergeProblem(**{"output": _dense(tensors["output_a"]), **tensors}, max_seqlen_q=self._max_seqlen_q)
-
-    def outputs(self, found: Mapping[str, arrays.Array]) -> tuple[str, ...]:
-        return ("output",) if "output" in found else ()
-
-    def new_outputs(self, found: Mapping[str, arrays.Array]) -> dict[str, Tensor]:
-        results = {"output": _dense(found["output_a"].tensor), "logsumexp": _dense(found["logsumexp_a"].tensor)}
-        return {name: tensor for name, tensor in results.items() if name not in found}
-
-    def plan(self, problem: Any, arch: str) -> Plan:
-        return plan_merge(problem, arch)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return Tensor.contiguous(tensor.shape, tensor.dtype)
-
-
-class _Prepared:
-    """A validated problem, and its bound kernels by the ordinal of their GPU."""
-
-    def __init__(self, problem: AppendProblem | MergeProblem) -> None:
-        self.problem = problem
-        self.bound: dict[int, Bound] = {}
-
-
-_prepared: LruCache[_Prepared] = LruCache(MAX_PREPARED_CALLS)
-
-
-def _launch(call: _Call, given_stream: object, key_of_call: Hashable | None) -> dict[str, Any]:
-    """Launches the kernel of a call and returns its results by name.
-
-    key_of_call: key under which the call is repeated; None if it is not repeatable.
-    """
-    lifetimes.release()
-    stream = arrays.launch_stream(call.given.get(call.first), given_stream)
-    found = call.read(stream)
-    prepared = _prepare(call, found)
-    problem, library = prepared.problem, found[call.first].library
-    gpu = device_of(found[call.first].device)
-    bound = None if problem.is_empty else prepared.bound.get(gpu.ordinal)
-    if bound is None and not problem.is_empty:  # before anything is copied: there may be no kernel
-        plan = call.plan(problem, portable_arch(gpu.compute_capability))
-        bound = bind((call.kernels or default_kernels())(plan.build), plan, device=gpu.ordinal)
-        prepared.bound[gpu.ordinal] = bound
-    outputs = call.outputs(found)
-    with gpu.current(), arrays.OutputArrays(library, gpu, stream, given_stream) as output_arrays:
-        pointers = {
-            name: output_arrays.use(name, array) if name in outputs else output_arrays.operand(name, array)
-            for name, array in found.items()
+    def validate(
+        self, inputs: Mapping[str, Array], of_outputs: Sequence[Refusal]
+    ) -> tuple[MergeProblem, dict[str, Tensor]]:
+        tensors = {name: array.tensor for name, array in inputs.items()}
+        results = {
+            name: Tensor.contiguous(tensors[source].shape, tensors[source].dtype)
+            for name, source in {"output": "output_a", "logsumexp": "logsumexp_a"}.items()
         }
-        new_outputs = call.new_outputs(found)
-        for name, tensor in new_outputs.items():
-            pointers[name] = output_arrays.allocate(name, tensor.shape, tensor.dtype)
-        cleared = problem.output if isinstance(problem, MergeProblem) and problem.is_packed else None
-        if cleared is not None:
-            fill.clear(cleared, pointers["output"], stream)  # rows that belong to no sequence
-        if bound is not None:
-            bound(pointers, stream)
-            if key_of_call is not None:
-                repeated_calls.store(key_of_call, bound, found, outputs, new_outputs, cleared)
-        return output_arrays.results()
+        output = tensors.pop("output", results["output"])
+        problem = MergeProblem(**tensors, output=output, max_seqlen_q=self._max_seqlen_q)
+        self.expect_none(problem, of_outputs)
+        return problem, {name: tensor for name, tensor in results.items() if name not in inputs}
+
+    def written(self, inputs: Mapping[str, Array]) -> tuple[str, ...]:
+        return ("output",) if "output" in inputs else ()
 
 
-def _prepare(call: _Call, found: Mapping[str, arrays.Array]) -> _Prepared:
-    """Validates a call once per layout of its arrays. Whether arrays overlap depends on their addresses too."""
-    layouts = tuple([(name, array[1:5], array.pointer % ROW_ALIGNMENT_BYTES) for name, array in found.items()])
-    key = call.key, layouts, call.kernels
-    try:
-        prepared = None if call.reasons else _prepared.get(key)
-    except TypeError:  # `kernels` without a hash
-        return _Prepared(call.check(found))
-    if prepared is not None and call.memory_reasons(found):
-        prepared = None
-    if prepared is None:
-        prepared = _Prepared(call.check(found))
-        _prepared.put(key, prepared)
-    return prepared
-
-
-def _on_host(call: _Call, stream: object) -> dict[str, Any]:
-    """Returns the NumPy arrays of a call of the CPU backend, checked as for the GPU."""
-    driver.stream_handle(stream)  # refused if it is no stream, as on the GPU
-    not_numpy = [name for name, value in call.given.items() if not isinstance(value, np.ndarray)]
-    if not_numpy:
-        raise NotSupported(
-            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
-    call.check(call.read(0))
-    return dict(call.given)
-
-
-def _append_on_host(call: _Call, stream: object) -> None:
+def _append_on_host(request: _Append, stream: object) -> None:
     """Stores the rows by the NumPy reference."""
-    given = _on_host(call, stream)
+    problem_on_host(request, stream)
+    given = request.arrays
     for name in ("key", "value"):
         serving.append(given[name], given[f"{name}_cache"], given["slots"], given.get(f"{name}_scale"))
 
 
-def _merge_on_host(call: _Call, stream: object) -> dict[str, Any]:
+def _merge_on_host(request: _Merge, stream: object) -> dict[str, Any]:
     """Returns output and logsumexp of the NumPy reference, in the dtypes of the operands."""
-    given = _on_host(call, stream)
+    problem_on_host(request, stream)
+    given = dict(request.arrays)
     target = given.pop("output", None)
     output, logsumexp = serving.merge(**given)
     output = output.astype(given["output_a"].dtype if target is None else target.dtype)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.refusals import Refusal, one_of, refuse
 from cutlass_py_attn.suggestions import did_you_mean, nearest
 
 P = ParamSpec("P")
@@ -53,13 +54,9 @@ _ELSEWHERE: Final[dict[str, tuple[tuple[str, str], ...]]] = {
 }
 
 
-def objections(given: Iterable[str], known: Collection[str]) -> list[str]:
+def refusals(given: Iterable[str], known: Collection[str]) -> list[Refusal]:
     """Returns why names of options are refused: those that a function, whose options are `known`, does not have."""
-    return [
-        f"option {name!r} is unknown: must be one of {', '.join(known)}; {_remedy(name, known)}"
-        for name in given
-        if name not in known
-    ]
+    return [refuse("option", name, one_of(known), _remedy(name, known)) for name in given if name not in known]
 
 
 def refuses_unknown_options(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -76,7 +73,7 @@ def refuses_unknown_options(*more: str) -> Callable[[Callable[P, R]], Callable[P
         @functools.wraps(function)
         def checked(*arguments: Any, **options: Any) -> Any:
             if not options.keys() <= known.keys():
-                raise NotSupported(objections(options, known))
+                raise NotSupported(refusals(options, known))
             return cast("Any", function)(*arguments, **options)
 
         return cast("Callable[P, R]", checked)

@@ -15,8 +15,8 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import DIRECTIONS, F32_BYTES, OPERAND_BYTES

@@ -1,19 +1,15 @@
-"""Bench: measures the fused kernels by CUDA graph replays, and those of the peers that are installed.
-
-python -m cutlass_py_attn.bench.harness --kernels FOLDER --output FILE
+"""Bench: measures the fused kernels by CUDA graph replays, and other packages' kernels beside them.
 
 problem/spec.py has the grammar of a case's name; bench/cases.py lists the published cases.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
 import math
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -24,11 +20,10 @@ import numpy as np
 
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench import cases as bench_cases
-from cutlass_py_attn.bench import peers as bench_peers
 from cutlass_py_attn.bench import timing
 from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import Tensor
@@ -42,6 +37,21 @@ SUSTAINED: Final = "measure after half a second of replays, at the clock to whic
 PHILOX: Final = {"philox_seed": 1, "philox_offset": 0}
 
 Kernels = Callable[[Build], Artifact]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A peer's time of one call. milliseconds: None if the peer refused or failed; `refusal` has the reason then."""
+
+    peer: str
+    version: str
+    milliseconds: float | None
+    refusal: str = ""
+
+
+# Measures each peer of a case and direction on the given operands: objects with `__dlpack__` by name. The last two
+# arguments are the function that times a replay, and the number of calls in the CUDA graph that it replays.
+Peers = Callable[[ProblemSpec, str, Mapping[str, Any], Timed, int], Iterable[Measurement]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +149,23 @@ def _storage(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return shape, "float32" if tensor.dtype == "int32" else tensor.dtype
 
 
-def measure(case: ProblemSpec, kernels: Kernels, samples: int = SAMPLES, *, sustained: bool = False) -> Iterator[Row]:
+def measure(
+    case: ProblemSpec,
+    kernels: Kernels,
+    samples: int = SAMPLES,
+    *,
+    sustained: bool = False,
+    peers: Peers | None = None,
+) -> Iterator[Row]:
     """Yields a row for each direction and peer; the backward reads the forward's results."""
     timed = functools.partial(timing.sustained if sustained else timing.median, samples=samples)
-    for row in measure_with(timed, case, kernels):
+    for row in measure_with(timed, case, kernels, peers=peers):
         yield dataclasses.replace(row, sustained=sustained)
 
 
-def measure_with(timed: Timed, case: ProblemSpec, kernels: Kernels, calls: int = 1) -> Iterator[Row]:
+def measure_with(
+    timed: Timed, case: ProblemSpec, kernels: Kernels, calls: int = 1, peers: Peers | None = None
+) -> Iterator[Row]:
     """`measure` with a function that times a replay. calls: number of calls in the CUDA graph of a replay."""
     gpu = driver.device(0)
     with gpu.current(), ExitStack() as stack:
@@ -171,13 +190,13 @@ def measure_with(timed: Timed, case: ProblemSpec, kernels: Kernels, calls: int =
                 peer_ms=None,
                 ours_gb_s=round(bench_cases.bytes_read_once(case) / ours / 1e6, 1) or None,
             )
-            peers = list(bench_peers.measure(case, direction, operands.arrays, timed, calls))
-            yield from (_beside(alone, peer, flops, ours) for peer in peers)
-            if not peers:
+            measured = list(peers(case, direction, operands.arrays, timed, calls)) if peers else []
+            yield from (_beside(alone, peer, flops, ours) for peer in measured)
+            if not measured:
                 yield alone
 
 
-def _beside(alone: Row, peer: bench_peers.Measurement, flops: int, ours_ms: float) -> Row:
+def _beside(alone: Row, peer: Measurement, flops: int, ours_ms: float) -> Row:
     """Returns the row with a peer's numbers, or with the reason that it has none."""
     named = dataclasses.replace(alone, peer=peer.peer, peer_version=peer.version, refusal=peer.refusal)
     if peer.milliseconds is None:
@@ -293,6 +312,7 @@ def run(
     samples: int,
     *,
     sustained: bool = False,
+    peers: Peers | None = None,
 ) -> tuple[list[Row], list[str]]:
     """Measures the cases whose names match `only`; of the published ones if `names` is empty.
 
@@ -307,45 +327,15 @@ def run(
 
         kernels = artifact_for
     cases = [parse(name) for name in bench_cases.select(names, only)]
-    gpu = driver.device(0)  # without a GPU: one NoDevice for all cases
-    listed = [(case, bench_cases.directions(case)) for case in cases]
-    bench_peers.compile_ahead(listed, gpu.compute_capability, gpu.num_sms)
+    driver.device(0)  # without a GPU: one NoDevice for all cases
     rows: list[Row] = []
     failures = []
     for case in cases:
         try:
-            rows += measure(case, kernels, samples, sustained=sustained)
+            rows += measure(case, kernels, samples, sustained=sustained, peers=peers)
         except AttentionError as error:
             failures.append(f"{case.name}: {error}")
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps([asdict(row) for row in compared(rows)], indent=1) + "\n")
     return compared(rows), failures
-
-
-def main() -> int:
-    """Runs `python -m cutlass_py_attn.bench.harness`: the measurements of the command `bench`, without click."""
-    parser = argparse.ArgumentParser(prog="python -m cutlass_py_attn.bench.harness", description=__doc__)
-    parser.add_argument("--case", action="append", default=[], help="may be given several times")
-    parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="cases whose name matches this regular expression"
-    )
-    parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
-    parser.add_argument("--output", type=Path, help="write the rows there as JSON")
-    parser.add_argument("--samples", type=int, default=SAMPLES)
-    parser.add_argument("--sustained", action="store_true", help=SUSTAINED)
-    given = parser.parse_args()
-    try:
-        rows, failures = run(
-            given.case, given.only, given.kernels, given.output, given.samples, sustained=given.sustained
-        )
-    except AttentionError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(table(rows) + "\n")
-    sys.stderr.write("".join(f"{failure}\n" for failure in failures))
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

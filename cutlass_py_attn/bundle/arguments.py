@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cutlass_py_attn.api.options import kernels_refusals
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.scalars import path_refusals
+from cutlass_py_attn.refusals import Refusal, refuse
 
 
 def listed(items: Any) -> tuple[Any, ...]:
-    """Returns the items of an iterable; what is no list of items as it is, for `export_objections` to refuse."""
+    """Returns the items of an iterable; what is no list of items as it is, for `export_refusals` to refuse."""
     is_list = isinstance(items, Iterable) and not isinstance(items, (str, bytes, Mapping))
     try:
         return tuple(items) if is_list else items
@@ -21,23 +23,18 @@ def listed(items: Any) -> tuple[Any, ...]:
         return items
 
 
-def export_objections(folder: object, problems: object, archs: object, name: object, kernels: object) -> list[str]:
+def export_refusals(folder: object, problems: object, archs: object, name: object, kernels: object) -> list[Refusal]:
     """Returns why arguments of `export_bundle` are of the wrong type."""
-    found = path_objections("folder", folder)
+    found = path_refusals("folder", folder)
     if not isinstance(problems, tuple):
-        found.append(f"problems = {shown(problems)}: must be a list of Problems, one for each direction; pass a list")
+        found.append(refuse("problems", problems, "must be a list of Problems, one for each direction", "pass a list"))
     else:
         found += [reason for each in problems if not isinstance(each, (Problem, AppendProblem, MergeProblem))
-                  for reason in planner.problem_objections(each)]  # fmt: skip
+                  for reason in planner.problem_refusals(each)]  # fmt: skip
     if not isinstance(archs, tuple):
-        found.append(f'archs = {shown(archs)}: must be a list of targets, such as ["sm_80"]; pass a list')
+        found.append(refuse("archs", archs, 'must be a list of targets, such as ["sm_80"]', "pass a list"))
     else:
-        found += [reason for each in archs if not isinstance(each, str) for reason in planner.arch_objections(each)]
+        found += [reason for each in archs if not isinstance(each, str) for reason in planner.arch_refusals(each)]
     if not isinstance(name, str):
-        found.append(f"name = {shown(name)}: must be a str, the prefix of C functions; pass one")
-    if kernels is not None and not callable(kernels):
-        found.append(
-            f"kernels = {shown(kernels)}: must be a function from a Build to its Artifact, or None to compile them; "
-            "pass one"
-        )
-    return found
+        found.append(refuse("name", name, "must be a str, the prefix of C functions", "pass one"))
+    return [*found, *kernels_refusals(kernels)]

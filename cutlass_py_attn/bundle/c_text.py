@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from cutlass_py_attn import extras
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import split_kv
-from cutlass_py_attn.plan.expressions import Call, Expr, Name, Number, Operation, parse
+from cutlass_py_attn.launch import split_kv
+from cutlass_py_attn.launch.expressions import Call, Expr, Name, Number, Operation, parse
 
 TEMPLATES: Final = Path(__file__).with_name("templates")
 _CHECKED: Final = {"+": "add", "-": "sub", "*": "mul"}  # C functions for integers
@@ -51,6 +51,7 @@ def sizes(targets: Iterable[Json]) -> dict[str, Any]:
         "most_bytes": max(target["struct"]["bytes"] for target in found),
         "max_splits": split_kv.MAX_SPLITS,
         "block_tiles": split_kv.SPLIT_OVERHEAD_TILES,
+        "counts_key_tiles": any("causal_key_tiles(" in target["preferred_when"] for target in found),
     }
 
 

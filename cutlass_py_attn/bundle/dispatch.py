@@ -3,37 +3,41 @@
 A kernel takes a call if the call has its facts, its conditions hold, and the device runs it. The first such kernel is
 chosen: decode before sm90 before sm80, wide loads before narrow ones, the newest target first. A kernel that is for
 calls of some sizes alone is tried for these before the others of its family, and for other calls after them
-(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences, few key tiles, or
-few query tiles of many keys.
+(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences, few key tiles, few
+work tiles, or few query tiles of many keys.
 """
 
 from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cutlass_py_attn.bundle.rules import AnyProblem, direction_of, features_of
-from cutlass_py_attn.plan import decode, resources, sm90, tile_time
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
+from cutlass_py_attn.bundle.rules import AnyProblem
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.decode.tiles import decode_tiles
+from cutlass_py_attn.kernels.families import FAMILIES
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import backward_choice, tile_time
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
+from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
+from cutlass_py_attn.launch.expressions import ONE, Expr
+from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_QUERIES
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import SPLIT_KV
+from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.expressions import ONE, Expr, Number, ceil_div, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
-from cutlass_py_attn.plan.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOKENS_K
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tiles import decode_tiles, sm90_tiles
-from cutlass_py_attn.plan.variants import MULTICAST, QUERY_HEADS, SPLIT_KV, STANDARD
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.score_terms import registry
 
 ALWAYS: Final = ONE
-NEVER: Final = Number(0)
-_FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order in which they are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,8 @@ def facts_of(problem: AnyProblem, build: Build) -> Facts:
     """Returns the facts of the kernels that were exported for a problem."""
     if not isinstance(problem, Problem):
         dims = build.head_dim, build.head_dim_value
-        names = direction_of(problem), build.dtype
-        return Facts(*names, *dims, build.mask, features_of(problem), (), False, (), 0)
+        names = problem.direction, build.dtype
+        return Facts(*names, *dims, build.mask, problem.features, (), False, (), 0)
     backward = problem.direction == "backward"
     return Facts(
         problem.direction,
@@ -89,7 +93,7 @@ def _of_pages(problem: Problem) -> tuple[str, ...]:
 
 def family_order(build: Build) -> int:
     """Returns the position of the build's family in the order in which families are tried."""
-    return _FAMILIES.index(build.family)
+    return [*FAMILIES].index(build.family)
 
 
 def order_key(build: Build) -> tuple[int | bool, ...]:
@@ -103,31 +107,30 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
         limits.is_portable,
         -major,
         -minor,
-        build.variant != SPLIT_KV,  # before variant multicast, which leaves SMs idle where both are preferred
-        build.tile_m,
-        build.tile_n,
-        build.variant == STANDARD,  # takes every scale, and is slower than variant ds_registers
+        *_tile_order(build),
     )
 
 
-def preferred_when(build: Build, others: Iterable[Build] = ()) -> Expr:
-    """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it.
+def _tile_order(build: Build) -> tuple[int | bool, ...]:
+    """Sort key of kernels with tiles that several rules may prefer; sm90 kernels are in the planner's order.
 
-    Never 1 for a kernel whose sizes no rule describes: the planner chooses it for the lengths of one problem.
+    Variant split_kv is before multicast, which leaves SMs idle where both are preferred.
+    """
+    if build.family != "sm90":
+        return build.tile_m, build.tile_n
+    kind = ProblemKind.of(build)
+    return build.variant != SPLIT_KV, sm90_rows(kind).index(nearest_row(kind, TileConfig.of(build)))
+
+
+def preferred_when(build: Build, others: Sequence[Build] = ()) -> Expr:
+    """Returns the rule that is 1 if the planner has this kernel for a call of such sizes, among those that take it.
 
     others: the other kernels with the same facts
     """
-    if build.variant == MULTICAST:
-        return minimum(NUM_QUERIES, NUM_KEYS) >= sm90.MULTICAST_LENGTH
-    if build.variant == QUERY_HEADS:
-        return _key_tiles(build) * NUM_HEADS_KEY < sm90.QUERY_HEADS_WORK_TILES * NUM_SMS
-    if build.variant == SPLIT_KV:
-        in_parts = [other for other in others if other.variant == SPLIT_KV and other != build]
-        return tile_time.preferred_in_parts(build, _tile_of_long_sequences(build), in_parts)
+    if build.family == "sm90":
+        return _of_row(build, others)
     if build.kind in ROW_KINDS:
         return ALWAYS
-    if build.body.lengths != "any":
-        return NEVER
     if build.family != "decode":
         return ALWAYS
     kind, tile = _Kind.of(build), str(TileConfig.of(build))
@@ -154,18 +157,16 @@ def _between(rows: Sequence[int], most: int) -> Expr:
     return ALWAYS if len(rows) == most else (of_head >= rows[0]) * (of_head <= rows[-1])
 
 
-def _key_tiles(build: Build) -> Expr:
-    """Returns the key tiles of one head over the whole batch; num_keys is the length of the longest sequence."""
-    tiles = BATCH * ceil_div(NUM_KEYS, build.tile_n)
-    return minimum(tiles, TOKENS_K // build.tile_n + BATCH) if build.has("varlen") else tiles
-
-
-def _tile_of_long_sequences(build: Build) -> TileConfig:
-    """Returns the first tile of sm90 forwards of any lengths with the dtype, head dims and mask of a build."""
-    dims = f"{SHORT_NAMES[build.dtype]}_d{build.head_dim}v{build.head_dim_value}"
-    problem = spec.parse(f"{dims}_s{tile_time.LONG_LENGTH}_b1_h1_{build.mask}").problem("forward")
-    num_sms = architecture(build.arch).num_sms
-    return sm90.applicable(problem, sm90_tiles(problem), num_sms, any_length=True)[0]
+def _of_row(build: Build, others: Sequence[Build]) -> Expr:
+    """Returns the rule of the row of an sm90 kernel: ALWAYS for the first that is for calls of any sizes."""
+    kind = ProblemKind.of(build)
+    table = sm90_rows(kind)
+    if build.variant == SPLIT_KV:
+        return tile_time.preferred_in_parts(table, build, others)
+    row = nearest_row(kind, TileConfig.of(build))
+    when = backward_choice.in_sizes(kind, row.when_for(kind))
+    moved = tile_time.is_first(kind, table, row)
+    return when if moved == NEVER else moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ def _first_tile(kind: _Kind, rows: int, batch: int) -> str:
     text = f"{dims}_q1_s{decode.MIN_KEYS}_b{batch}_h{rows}k1_full{cache}"
     problem, limits = spec.parse(text).problem("forward"), architecture(kind.arch)
     for tile in decode_tiles(problem):
-        build, objections = build_for(problem, kind.arch, tile, "decode")
-        if kind.arch not in tile.not_on and not (objections or resources.objections(build, limits)):
+        build, refused = build_for(problem, kind.arch, tile, "decode")
+        if kind.arch not in tile.not_on and not (refused or resources.refusals(build, limits)):
             return str(TileConfig.of(build))
     return ""

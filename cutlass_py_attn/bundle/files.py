@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cutlass_py_attn.artifact import Artifact, NoPermission, artifact_of, locked, unreadable
+from cutlass_py_attn.artifact import Artifact, NoPermission, first_available, locked, unreadable
 from cutlass_py_attn.bundle import header, library, reading
-from cutlass_py_attn.bundle.arguments import export_objections, listed
-from cutlass_py_attn.bundle.dispatch import NEVER, facts_of, family_order, order_key, preferred_when
+from cutlass_py_attn.bundle.arguments import export_refusals, listed
+from cutlass_py_attn.bundle.dispatch import facts_of, family_order, order_key
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
-from cutlass_py_attn.bundle.names import name_objections
+from cutlass_py_attn.bundle.names import name_refusals
 from cutlass_py_attn.bundle.reading import AGAIN, MANIFEST, ExportedProblem
-from cutlass_py_attn.bundle.replacing import objection, replace_folder
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, exported_plans, plans
+from cutlass_py_attn.bundle.replacing import folder_refusals, replace_folder
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, exported_plans, plans
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.launch.arch import architecture, runs_on
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture, runs_on
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import variant_of
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.scalars import path_refusals
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import Bound, bind
 
@@ -86,8 +88,8 @@ def _export(
     is_library: bool,
 ) -> Bundle:
     problems, archs = listed(given), listed(given_archs)
-    if reasons := export_objections(folder, problems, archs, name, kernels):
-        raise NotSupported(reasons)
+    if refusals := export_refusals(folder, problems, archs, name, kernels):
+        raise NotSupported(refusals)
     path = Path(os.path.realpath(folder))
     _check(path, problems, archs, name, is_library)
     if is_library:  # its calls say what is given
@@ -123,7 +125,7 @@ def _without_options(problem: AnyProblem) -> AnyProblem:
 def _identity(target: Target, is_library: bool) -> tuple[object, ...]:
     """Returns what two targets with the same kernels for the same calls have in common."""
     build = target.plan.build
-    return (facts_of(target.problem, build), build) if is_library else (direction_of(target.problem), build)
+    return (facts_of(target.problem, build), build) if is_library else (target.problem.direction, build)
 
 
 def load_bundle(folder: str | os.PathLike[str]) -> Bundle:
@@ -139,8 +141,8 @@ class Bundle:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        if reasons := path_objections("folder", folder):
-            raise NotSupported(reasons)
+        if refusals := path_refusals("folder", folder):
+            raise NotSupported(refusals)
         self.path = Path(folder)
         contents = reading.read(self.path)
         self.manifest = contents.manifest
@@ -150,7 +152,7 @@ class Bundle:
     def __call__(self, build: Build) -> Artifact:
         """Returns the artifact of `build`; Stale if the bundle does not have it, or if another version compiled it."""
         if not isinstance(build, Build):
-            raise NotSupported(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
+            raise NotSupported(refuse("build", build, "must be a Build", "pass the field `build` of a plan"))
         for artifact in self.artifacts:
             if artifact.build == build:
                 artifact.expect_abi(f"{AGAIN} to {self.path}")
@@ -160,7 +162,7 @@ class Bundle:
     @property
     def directions(self) -> tuple[str, ...]:
         """The directions of the bundle: forward, backward or both; of a library also append and merge."""
-        found = {direction_of(item.problem) for item in self._exported}
+        found = {item.problem.direction for item in self._exported}
         return tuple(direction for direction in ALL_DIRECTIONS if direction in found)
 
     @property
@@ -172,7 +174,8 @@ class Bundle:
         """Returns the exported problem of this direction; NotSupported for a library that has several."""
         found = self._of(direction)
         if len(found) > 1:
-            raise NotSupported(f"direction = {direction!r}: {self.path} has {len(found)} such problems; see `problems`")
+            rule = f"{self.path} has {len(found)} such problems"
+            raise NotSupported(refuse("direction", direction, rule, "see `problems`"))
         return found[0].problem
 
     def plans(self, direction: str) -> tuple[Plan, ...]:
@@ -186,8 +189,8 @@ class Bundle:
         Stale: the bundle has no kernels for the problem or the GPU. Other errors as `binding.bind`.
         """
         wanted = self.problem(direction) if problem is None else problem
-        if reasons := _problem_objections(wanted):
-            raise NotSupported(reasons)
+        if refusals := _problem_refusals(wanted):
+            raise NotSupported(refusals)
         gpu = driver.device(driver.checked_ordinal(device))
         known = [plan.build for plan in self.plans(direction)]
         running = [build for build in known if runs_on(architecture(build.arch), gpu.compute_capability)]
@@ -205,11 +208,10 @@ class Bundle:
         return bind(self(plan.build), plan, wanted if isinstance(wanted, Problem) else None, gpu.ordinal)
 
     def _of(self, direction: str) -> list[ExportedProblem]:
-        found = [item for item in self._exported if direction_of(item.problem) == direction]
+        found = [item for item in self._exported if item.problem.direction == direction]
         if not found:
-            raise NotSupported(
-                f"direction = {direction!r}: {self.path} has {', '.join(self.directions)}; export it too"
-            )
+            rule = f"{self.path} has {', '.join(self.directions)}"
+            raise NotSupported(refuse("direction", direction, rule, "export it too"))
         return found
 
     def _shown(self) -> str:
@@ -222,60 +224,53 @@ def _compiler() -> Callable[[Build], Artifact]:
     return artifact_for
 
 
-def _problem_objections(problem: object) -> list[str]:
+def _problem_refusals(problem: object) -> list[Refusal]:
     """Returns why a value is no problem that a bundle may have."""
-    return [] if isinstance(problem, (AppendProblem, MergeProblem)) else planner.problem_objections(problem)
+    return [] if isinstance(problem, (AppendProblem, MergeProblem)) else planner.problem_refusals(problem)
 
 
 def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], name: str, is_library: bool) -> None:
     """Raises NotSupported with every objection to the arguments of an export."""
-    reasons = [reason for problem in problems for reason in problem.reasons()]
-    directions = [direction_of(problem) for problem in problems]
+    refusals = [refusal for problem in problems for refusal in problem.refusals()]
+    directions = [problem.direction for problem in problems]
+    library = "export a library with export_library (--library)"
     if not problems:
-        reasons.append("problems is empty: must be a forward, a backward or one of each; pass one")
+        refusals.append(refuse("problems", problems, "must be a forward, a backward or one of each", "pass one"))
     if len(set(directions)) < len(directions) and not is_library:
-        reasons.append(
-            f"problems are {', '.join(directions)}: must be one for each direction; export a library of several with "
-            "export_library (--library), or export the others apart"
-        )
+        rule = "must be one for each direction"
+        refusals.append(refuse("problems", directions, rule, f"{library}, or export the others apart"))
     if is_library:
-        whole = [problem for problem in problems if isinstance(problem, Problem)]
-        reasons += _term_objections(whole)
-        reasons += _total_objections([problem for problem in problems if isinstance(problem, MergeProblem)])
+        refusals += _term_refusals([problem for problem in problems if isinstance(problem, Problem)])
+        refusals += _total_refusals([problem for problem in problems if isinstance(problem, MergeProblem)])
     else:
         kinds = {type(problem).__name__ for problem in problems if not isinstance(problem, Problem)}
-        reasons += [f"problems has {kind}: must be Problems; export a library of it with export_library (--library)"
-                    for kind in sorted(kinds)]  # fmt: skip
+        refusals += [refuse("problems", kind, "must be Problems", library) for kind in sorted(kinds)]
     if not archs:
-        reasons.append("archs is empty: must name at least one target, such as sm_80; pass one")
-    reasons += name_objections(name)
-    reasons += _folder_objections(path)
-    reasons += [reason for arch in archs for reason in planner.arch_objections(arch)]
-    if reasons:
-        raise NotSupported(reasons)
+        refusals.append(refuse("archs", archs, "must name at least one target, such as sm_80", "pass one"))
+    refusals += name_refusals(name)
+    refusals += _folder_refusals(path)
+    refusals += [refusal for arch in archs for refusal in planner.arch_refusals(arch)]
+    if refusals:
+        raise NotSupported(refusals)
 
 
-def _total_objections(problems: Sequence[MergeProblem]) -> Iterator[str]:
+def _total_refusals(problems: Sequence[MergeProblem]) -> Iterator[Refusal]:
     """Yields why a library's calls cannot say that a merge has a float32 total, or adds."""
-    found = {variant_of(problem) for problem in problems if not problem.reasons()} - {STANDARD}
-    for variant in sorted(found):
-        yield (
-            f"a merge of variant {variant!r}: must have outputs of one dtype, and logsumexps, in a library, whose "
-            "calls say one dtype; pass output_a and output in the dtype of output_b"
-        )
+    variants = {variant_of(problem) for problem in problems if not problem.refusals()} - {STANDARD}
+    rule = "a library has merges of outputs of one dtype, with logsumexps, for its calls say one dtype"
+    for variant in sorted(variants):
+        yield refuse("variant of a merge", variant, rule, "pass output_a and output in the dtype of output_b")
 
 
-def _term_objections(problems: Sequence[Problem]) -> Iterator[str]:
+def _term_refusals(problems: Sequence[Problem]) -> Iterator[Refusal]:
     """Yields why a library's calls cannot pass the score terms of a problem."""
-    found = {name for problem in problems if not problem.reasons() for name, _ in problem.score_terms}
-    for name in sorted(found):
-        yield (
-            f"score term {name!r}: is registered, and the struct of a library's calls has fields of built-in terms "
-            "alone; export a bundle of this problem with export_bundle"
-        )
+    names = {name for problem in problems if not problem.refusals() for name, _ in problem.score_terms}
+    rule = "must be built-in terms, for the struct of a library's calls has their fields alone"
+    for name in sorted(names):
+        yield refuse("score_terms", name, rule, "export a bundle of this problem with export_bundle")
 
 
-def _folder_objections(path: Path) -> Iterator[str]:
+def _folder_refusals(path: Path) -> Iterator[Refusal]:
     """Yields why an export cannot replace what is at the path."""
     try:
         with locked(path.parent):
@@ -284,9 +279,9 @@ def _folder_objections(path: Path) -> Iterator[str]:
             except (FileNotFoundError, NotADirectoryError):
                 return
             if not stat.S_ISDIR(mode):
-                yield f"folder {path}: is a file; name a new folder"
-            elif reason := objection(path, reading.intact_files(path)):
-                yield reason
+                yield Refusal("folder", f"'{path}'", "must not be a file", "name a new folder")
+            else:
+                yield from folder_refusals(path, reading.intact_files(path))
     except NoPermission:
         raise
     except PermissionError as error:
@@ -298,33 +293,26 @@ def _best(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) 
 
     A bundle serves every length, so kernels and tiles for short or for long sequences only are left out.
     """
-    first: CompileError | Stale | None = None
-    for plan in exported_plans(problem, arch):
-        try:
-            return Target(problem, plan, artifact_of(plan.build, kernels), architecture(plan.build.arch).num_sms)
-        except (CompileError, Stale) as error:
-            first = first or error
-    assert first is not None
-    raise first
+    plan, artifact = first_available(exported_plans(problem, arch), kernels)
+    return Target(problem, plan, artifact, architecture(plan.build.arch).num_sms)
 
 
 def _for_its_lengths(problem: AnyProblem, arch: str, kernels: Callable[[Build], Artifact]) -> Iterator[Target]:
-    """Yields a target for each variant that the planner prefers for the lengths of the problem and calls alike."""
+    """Yields a target for each variant that the planner has for the lengths of the problem before that for any."""
     limits = architecture(arch)
-    found: set[str] = set()
     if not isinstance(problem, Problem) or limits.is_portable:
         return
-    first, *others = planner.plans(problem, arch)
-    for plan in (first, *(plan for plan in others if plan.build.family == first.build.family)):
-        build = plan.build
-        if build.variant not in found and build.body.lengths != "any" and preferred_when(build) != NEVER:
+    for_any = planner.plans(problem, arch, any_length=True)[0].build
+    variants: set[str] = set()
+    for plan in itertools.takewhile(lambda plan: plan.build != for_any, planner.plans(problem, arch)):
+        if plan.build.variant not in variants:
             with contextlib.suppress(CompileError, Stale):
-                yield Target(problem, plan, artifact_of(build, kernels), limits.num_sms)
-                found.add(build.variant)
+                yield Target(problem, *first_available([plan], kernels), limits.num_sms)
+                variants.add(plan.build.variant)
 
 
 def _preference(target: Target) -> tuple[int, bool, tuple[int, int]]:
     """Sort key: forward, backward, append, merge, then targets for one generation alone, then the newest target."""
     limits = target.plan.architecture
     major, minor = limits.compute_capability
-    return ALL_DIRECTIONS.index(direction_of(target.problem)), limits.is_portable, (-major, -minor)
+    return ALL_DIRECTIONS.index(target.problem.direction), limits.is_portable, (-major, -minor)

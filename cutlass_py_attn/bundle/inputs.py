@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass_py_attn.plan.expressions import Expr
+from cutlass_py_attn.launch.expressions import Expr
 
 
 @dataclass(frozen=True, slots=True)

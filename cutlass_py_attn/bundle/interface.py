@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS
-from cutlass_py_attn.problem.append import CACHES
-from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, ITEM_BYTES, KEY_ROPE
+from cutlass_py_attn.problem.masks import FORMS
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, ITEM_BYTES, ROW_STRIDES
 from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.score_terms.bias import AXES as BIAS_STRIDES
 
 ABI: Final = 1  # changes if a struct changes other than at its end, or a function goes
 ERROR_BYTES: Final = 512  # of the struct of an error
@@ -29,7 +29,7 @@ STATUSES: Final = (
 )
 _DTYPE_WORDS: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", FLOAT8: "E4M3"}
 DTYPES: Final = tuple((number, _DTYPE_WORDS[name], name) for number, name in enumerate((*ITEM_BYTES, FLOAT8), 1))
-MASKS: Final = ("full", "causal", "local")
+MASKS: Final = FORMS
 # Features that a program asks for by a flag. The others follow from numbers: grouped, softcap, dropout.
 FLAGS: Final = (
     ("VARLEN", 1, "varlen", "sequences of different lengths, concatenated: cu_seqlens_q and _k, tokens_q and _k"),
@@ -80,10 +80,8 @@ class Field:
     default: str = "0"
 
 
-ARRAY: Final = tuple(Field(name, kind, "") for name, kind in (
-    ("address", "u64"), ("batch", "i64"), ("row", "i64"), ("head", "i64")))  # fmt: skip
-BIAS: Final = tuple(Field(name, kind, "") for name, kind in (
-    ("address", "u64"), ("batch", "i64"), ("head", "i64"), ("row", "i64"), ("column", "i64")))  # fmt: skip
+ARRAY: Final = (Field("address", "u64", ""), *(Field(axis, "i64", "") for axis in ROW_STRIDES))
+BIAS: Final = (Field("address", "u64", ""), *(Field(axis, "i64", "") for axis in BIAS_STRIDES))
 _KEYS: Final = "int32 on the device"
 CALL: Final = (
     Field("bytes", "u32", "of this struct as the program knows it"),
@@ -161,8 +159,8 @@ RUST_TYPES: Final = {
 _REQUEST: Final = ("window_left", "window_right", "dropout_threshold", "keep_scale", "table_entries")
 _CAST: Final = ("philox_seed", "philox_offset")
 _AXES: Final = {
-    **dict.fromkeys((*BMHK, KEY_ROPE, *CACHES, *SCALES, "output_a", "output_b"), ("batch", "row", "head")),
-    **dict.fromkeys(BIASES, ("batch", "head", "row", "column")),
+    **{each.name: ROW_STRIDES for each in CALL if each.kind == "array"},
+    **{each.name: BIAS_STRIDES for each in CALL if each.kind == "bias"},
 }
 
 

@@ -16,8 +16,7 @@ from cutlass_py_attn import __version__
 from cutlass_py_attn.bundle import c_text, interface
 from cutlass_py_attn.bundle.dispatch import ALWAYS, Facts, facts_of, order_key
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, from_json
-from cutlass_py_attn.plan import launch_rules
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
@@ -166,7 +165,7 @@ def _scale_strides(problem: AnyProblem, build: Build) -> dict[str, str]:
     names, axes = (CACHE_SCALES, CACHE_AXES) if problem.has_e4m3_cache else (SCALES, OPERAND_AXES)
     stepped: tuple[str, ...] = OPERAND_AXES
     if build.has(registry.KV8_ROW):
-        first = launch_rules.batch_axis(problem, "key")
+        first = "batch" if problem.pages is None else "page"
         is_packed = first == "batch" and problem.has_ragged_rows  # all sequences in one
         stepped = ("row", "head") if is_packed else (first, "row", "head")
     strides = ((f"{name}_{axis}", axis in stepped) for name in names for axis in axes)

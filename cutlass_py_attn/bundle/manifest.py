@@ -18,21 +18,13 @@ from cutlass_py_attn.artifact import Artifact, Kernel
 from cutlass_py_attn.bundle.dispatch import Facts, facts_of, preferred_when
 from cutlass_py_attn.bundle.inputs import Pointer
 from cutlass_py_attn.bundle.numbers import meaning
-from cutlass_py_attn.bundle.rules import (
-    AnyProblem,
-    Rules,
-    direction_of,
-    dtype_of,
-    features_of,
-    rules_of,
-    tensor_map_box,
-    to_json,
-)
+from cutlass_py_attn.bundle.rules import AnyProblem, Rules, rules_of, tensor_map_box, to_json
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import abi, entry_points, launch_rules, planner
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.decode_smem import combine_bytes
-from cutlass_py_attn.plan.expressions import Expr, Number
+from cutlass_py_attn.kernels.decode.layout import combine_bytes
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr, Number
+from cutlass_py_attn.plan import entry_parameters, launch_rules, planner
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.plan.preconditions import Condition, mapped
 from cutlass_py_attn.problem.problem import Problem
@@ -70,18 +62,18 @@ def manifest(name: str, targets: Sequence[Target], files: Mapping[str, bytes]) -
         problem, build = target.problem, target.plan.build
         rules = rules_of(problem, build)
         found = problems.setdefault(problem, {
-            "direction": direction_of(problem),
+            "direction": problem.direction,
             "problem": to_json(problem),
-            "dtype": dtype_of(problem),
+            "dtype": problem.dtype,
             "head_dim": build.head_dim,
             "head_dim_value": build.head_dim_value,
             "mask": build.mask,
-            "features": list(features_of(problem)),
+            "features": list(problem.features),
             "inputs": {key: dataclasses.asdict(item) for key, item in rules.inputs.items()},
             "pointers": {key: _pointer(item) for key, item in rules.pointers.items()},
             "targets": [],
         })  # fmt: skip
-        found["targets"].append(_target(target, rules, of_facts[facts_of(problem, build)]))
+        found["targets"].append(_target(target, rules, [*of_facts[facts_of(problem, build)]]))
     toolchains = sorted({target.artifact.toolchain for target in targets})
     return sealed({
         "format": FORMAT,
@@ -116,7 +108,7 @@ def _names_of(rules: Rules, num_sms: int) -> dict[str, float]:
     return found
 
 
-def _target(target: Target, rules: Rules, with_its_facts: Iterable[Build]) -> Json:
+def _target(target: Target, rules: Rules, with_its_facts: Sequence[Build]) -> Json:
     problem, plan, build = target.problem, target.plan, target.plan.build
     _expect_kernels(target)
     given = rules.inputs
@@ -163,7 +155,7 @@ def _expect_kernels(target: Target) -> None:
         raise Stale(f"{plan.symbol}: the artifact is of {artifact.build.symbol}; compile the plan again")
     artifact.expect_abi("compile the plan again")
     for role, symbol in entry_points.entries(plan.build).items():
-        expected = [size for _, size in entry_points.parameters(plan.build, role)]
+        expected = [size for _, size in entry_parameters.parameters(plan.build, role)]
         found = [parameter.size for parameter in artifact.kernel(symbol).parameters]
         if found != expected:
             raise Stale(f"{symbol}: its parameters have {found} bytes, the plan has {expected}; compile the plan again")
@@ -171,7 +163,7 @@ def _expect_kernels(target: Target) -> None:
 
 def _expect(problem: AnyProblem, required: Sequence[Condition], names: Mapping[str, float]) -> None:
     """Raises NotSupported with every condition that does not hold."""
-    broken = [f"{direction_of(problem)}: {says}" for rule, says in required if not rule.evaluate(names)]
+    broken = [f"{problem.direction}: {says}" for rule, says in required if not rule.evaluate(names)]
     if broken:
         raise NotSupported(list(dict.fromkeys(broken)))
 
@@ -263,7 +255,7 @@ def _not_launched(build: Build, role: str, symbol: str) -> Launch:
     return Launch(
         symbol,
         (0, 0, 0),
-        (entry_points.entry_threads(build, role), 1, 1),
+        (entry_parameters.entry_threads(build, role), 1, 1),
         combine_bytes(build, entry_points.COMBINE_WARPS),
         is_dependent=entry_points.is_dependent_launch(build, role),
     )

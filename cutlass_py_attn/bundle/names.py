@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.refusals import Refusal, refuse
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -77,11 +79,13 @@ _TAKEN: Final = {
 }
 
 
-def name_objections(name: str) -> Iterator[str]:
+def name_refusals(name: str) -> Iterator[Refusal]:
     """Yields why a bundle cannot have this name."""
     if not _NAME.fullmatch(name):
-        yield f"name = {name!r}: must be lower-case letters, digits and _, as the prefix of C functions; correct it"
+        rule = "must be lower-case letters, digits and _, as the prefix of C functions"
+        yield refuse("name", name, rule, "correct it")
     elif len(name) > _MOST:
-        yield f"name = {name!r}: has {len(name)} characters, must have at most {_MOST}; shorten it"
+        yield refuse("name", name, f"must have at most {_MOST} characters, and has {len(name)}", "shorten it")
     elif kinds := [kind for kind, taken in _TAKEN.items() if name in taken]:
-        yield f"name = {name!r}: must not be that of {', nor of '.join(kinds)}; choose another, such as my_{name}"
+        rule = f"must not be that of {', nor of '.join(kinds)}"
+        yield refuse("name", name, rule, f"choose another, such as my_{name}")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.bundle.inputs import Input, Pointer
-from cutlass_py_attn.plan import abi, launch_rules
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, contiguous_strides, round_up
-from cutlass_py_attn.plan.names import BATCH, MAX_PAGES, NUM_HEADS, NUM_HEADS_KEY, NUM_QUERIES
-from cutlass_py_attn.plan.preconditions import EDGES
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import launch_rules
+from cutlass_py_attn.problem.operands import Operand
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.quantization import BATCH_HEAD, HEAD, ROW, SCALES, TENSOR, TILE, granularity
-from cutlass_py_attn.problem.tensors import BIASES, KEY_ROPE, LSE_PADDING, Tensor
+from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.tensors import KEY_ROPE
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.score_terms import registry
 
@@ -36,11 +34,11 @@ _LONGEST: Final = {
 _PAGES: Final = {
     "batch": "number of sequences",
     "num_keys": "keys that the pages of a sequence hold: max_pages * page_size",
-    "tokens_q": "rows of query: the queries of all sequences together, or more",
     "page_size": "rows of a page, a power of two",
     "max_pages": "pages of one sequence; with page_indptr those of all sequences",
     "table_entries": "entries of page_table: batch * max_pages; with page_indptr max_pages",
     "num_pages": "pages of the pools of key and value",
+    "tokens_q": _TOKENS["tokens_q"],
 }
 _OTHERS: Final = {
     "page_table_row": "entries from one sequence's row of page_table to the next; 0 with page_indptr",
@@ -90,24 +88,22 @@ _VECTORS: Final = {
 
 def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     """Returns sizes, strides (in elements), edges of the mask and factors, by name."""
-    given = params.numbers(problem)
+    given, operands = params.numbers(problem), problem.operands()
     lengths = _LONGEST if problem.sequences is not None else _PAGES if problem.pages is not None else {}
     found = {name: Input("i64", value, {**_SIZES, **lengths}[name]) for name, value in sizes(problem).items()}
-    for name in problem.tensors():
-        for axis in _strides(problem, name):
-            found[axis] = Input("i64", int(given[axis]), meaning(axis))
-    if problem.pages is not None:
-        found["page_table_row"] = Input("i64", int(given["page_table_row"]), meaning("page_table_row"))
-    for name in problem.scales:
-        for axis in (axis.name for axis in _scale_axes(problem, name)[1] if isinstance(axis, Name)):
-            found[axis] = Input("i64", int(given[axis]), meaning(axis))
     terms = registry.present(problem)
-    for field in (term.vector.batch_field for term in terms if term.vector is not None):
-        found |= {field: Input("i64", int(given[field]), meaning(field))} if field else {}
     planned = dict(launch_rules.params(problem, build))
-    edges = EDGES[build.mask]
-    numbers = [*edges, *(("bottom_right",) if edges else ()), *(name for term in terms for name in term.struct.sizes)]
-    found |= {name: Input("i64", planned[name], meaning(name)) for name in numbers}
+    edges = build.form.parameters
+    numbers = [
+        *(field for name in problem.tensors() for field in operands[name].strides),
+        *(("page_table_row",) if problem.pages is not None else ()),
+        *(field for name in problem.scales for field in operands[name].strides),
+        *(term.vector.batch_field for term in terms if term.vector is not None and term.vector.batch_field),
+        *edges,
+        *(("bottom_right",) if edges else ()),
+        *(name for term in terms for name in term.struct.sizes),
+    ]
+    found |= {name: Input("i64", int({**given, **planned}.get(name, 0)), meaning(name)) for name in numbers}
     factors = ("scale", *(name for term in terms for name in term.struct.factors))
     found |= {name: Input("f64", given[name], meaning(name)) for name in factors}
     immediate = (name for term in terms for name in term.immediate_numbers(problem))
@@ -115,94 +111,29 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
 
 
 def sizes(problem: Problem) -> dict[str, int]:
-    """Returns the sizes of the problem by the names that rules use."""
-    shape = problem.shape
-    found = {name: getattr(shape, name) for name in _SIZES}
-    if problem.pages is not None:  # no row of key belongs to a sequence alone
-        found |= launch_rules.page_sizes(problem)
-        return found | ({} if shape.tokens is None else {"tokens_q": shape.tokens[0]})
-    return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
+    """Returns the sizes of the problem by the names that rules use; no row of a pool belongs to a sequence alone."""
+    found = launch_rules.sizes(problem)
+    names = (*_SIZES, *_PAGES, *(() if problem.pages is not None else _TOKENS))
+    return {name: found[name] for name in names if name in found}
 
 
 def pointers(problem: Problem) -> dict[str, Pointer]:
     """Returns every array of the pass, in the order of `Bound.tensor_names`."""
-    found = {}
-    needed = params.alignments(problem)
-    for name, tensor in problem.tensors().items():
-        strides: tuple[Expr, ...] = tuple(map(Name, _strides(problem, name)))
-        if name not in (*BIASES, "grad_output"):
-            strides = (*strides[:3], ONE)
-        found[name] = Pointer(
-            tensor.dtype,
-            launch_rules.shape(problem, name),
-            strides,
-            tensor.alignment,
-            _access(problem, name),
-            meaning(name),
-        )
-    sizes_of_rows = BATCH, NUM_HEADS, round_up(NUM_QUERIES, LSE_PADDING)
-    steps = contiguous_strides(sizes_of_rows)
-    found["logsumexp"] = Pointer("float32", sizes_of_rows, steps, needed["logsumexp"],
-                                 _access(problem, "logsumexp"), meaning("logsumexp"))  # fmt: skip
-    for name, tensor in problem.vectors().items():
-        if name == "grad_logsumexp":
-            found[name] = Pointer("float32", sizes_of_rows, steps, tensor.alignment, "read", meaning(name))
-        else:
-            found[name] = _vector(problem, name, tensor)
-    return found
-
-
-def _vector(problem: Problem, name: str, tensor: Tensor) -> Pointer:
-    shapes: dict[str, tuple[Expr, ...]] = {
-        "cu_seqlens_q": (BATCH + 1,),
-        "cu_seqlens_k": (BATCH + 1,),
-        "seqused_k": (BATCH,),
-        "page_indptr": (BATCH + 1,),
-        "page_table": (BATCH, MAX_PAGES)[-len(tensor.shape) :],
+    return {
+        name: pointer(operand, operand.tensor.alignment, meaning(name)) for name, operand in problem.operands().items()
     }
-    shapes |= dict.fromkeys(abi.SEED, (ONE,))
-    strides: tuple[Expr, ...] = (Name("page_table_row"), ONE)[-len(tensor.shape) :] if name == "page_table" else (ONE,)
-    meanings = _VECTORS
-    if name in SCALES:
-        shapes[name], strides = _scale_axes(problem, name)
-    for term in registry.present(problem):
-        if term.vector is not None and name in term.vectors(problem):
-            shapes[name] = tuple(map(Name, term.vector.axes_of(len(tensor.shape))))
-            strides = (Name(term.vector.batch_field), ONE)[-len(tensor.shape) :]
-            meanings = {**_VECTORS, name: meaning(name)}
-    return Pointer(tensor.dtype, shapes[name], strides, tensor.alignment, _access(problem, name), meanings[name])
 
 
-def _scale_axes(problem: Problem, name: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
-    """Returns the shape of a scale of e4m3 codes, and the names of the inputs that are its strides; 1 for one."""
-    grain = granularity(problem.scales[name])
-    if grain == TENSOR:
-        return (ONE,), (ONE,)
-    rows, first = launch_rules.shape(problem, "key")[:-1], launch_rules.batch_axis(problem, "key")
-    sizes = {
-        HEAD: (NUM_HEADS_KEY,),
-        BATCH_HEAD: (BATCH, NUM_HEADS_KEY),
-        ROW: rows,
-        TILE: (*rows, Number(problem.scales[name].shape[-1])),
-    }[grain]
-    axes = (first, "row", "head", "tile")[: len(sizes)] if grain in (ROW, TILE) else ("batch", "head")[-len(sizes) :]
-    return sizes, tuple(Name(f"{name}_{axis}") for axis in axes)
-
-
-def _access(problem: Problem, name: str) -> str:
-    written = ("output", "logsumexp") if problem.direction == "forward" else ()
-    is_gradient = name.startswith("grad_") and name not in ("grad_output", "grad_logsumexp")
-    return "write" if is_gradient or name in written else "read"
-
-
-def _strides(problem: Problem, name: str) -> list[str]:
-    """Returns the names of the inputs that are a tensor's strides."""
-    axes = (
-        ("batch", "head", "row", "column")
-        if name in BIASES
-        else (launch_rules.batch_axis(problem, name), "row", "head")
+def pointer(operand: Operand, alignment: int, meaning: str) -> Pointer:
+    """Returns the pointer of an array."""
+    return Pointer(
+        operand.tensor.dtype,
+        launch_rules.shape(operand),
+        launch_rules.strides(operand),
+        alignment,
+        "write" if operand.is_written else "read",
+        meaning,
     )
-    return [f"{name}_{axis}" for axis in (*axes, "column")[: 4 if name == "grad_output" else len(axes)]]
 
 
 def meaning(name: str) -> str:

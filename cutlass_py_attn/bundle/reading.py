@@ -17,7 +17,7 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact, artifact_from_files, unreadable
 from cutlass_py_attn.bundle.manifest import FORMAT, SEAL, Json, sealed, sha256
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, from_json
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, from_json
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import typed_json
@@ -164,7 +164,7 @@ def _problems(manifest: Json) -> tuple[ExportedProblem, ...]:
         where = f"problems[{number}]"
         data = typed_json.as_object(item, where)
         problem = from_json(typed_json.as_object(data.get("problem"), f"{where}.problem"), str(data.get("direction")))
-        if direction_of(problem) not in ALL_DIRECTIONS or direction_of(problem) != data.get("direction"):
+        if problem.direction not in ALL_DIRECTIONS or problem.direction != data.get("direction"):
             raise ValueError(f"{where}.direction = {data.get('direction')!r}: must be that of its problem")
         targets = _nonempty(data.get("targets"), f"{where}.targets")
         plans = [Plan.from_object(typed_json.as_object(target, f"{where}.targets").get("plan")) for target in targets]

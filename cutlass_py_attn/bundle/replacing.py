@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.refusals import Refusal
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -50,19 +51,16 @@ def replace_folder(path: Path, files: Mapping[str, bytes], known: Known) -> None
             staged.rmdir()
 
 
-def objection(path: Path, old: Collection[str], shown: Path | None = None) -> str:
-    """Returns why the folder cannot be replaced: it holds something else than the files `old`; "" if it can.
+def folder_refusals(path: Path, old: Collection[str], shown: Path | None = None) -> Iterator[Refusal]:
+    """Yields why the folder cannot be replaced: it holds something else than the files `old`.
 
     shown: the folder's name in the text, if that is another one.
     """
-    found = sorted(_others(path, old))
-    if not found:
-        return ""
-    names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-    return (
-        f"folder {shown or path}: holds {names}, which no export wrote, or which changed since; move that away, or "
-        "name a new folder"
-    )
+    others = sorted(_others(path, old))
+    if others:
+        names = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
+        rule = f"holds {names}, which no export wrote, or which changed since"
+        yield Refusal("folder", f"'{shown or path}'", rule, "move that away, or name a new folder")
 
 
 def _write(made: Path, data: bytes, path: Path) -> None:
@@ -84,9 +82,9 @@ def _put(made: Path, path: Path, known: Known) -> Collection[str]:
     exchange(made, path)
     try:
         old = known(made)
-        reason = objection(made, old, path)  # again: compiling takes long enough for somebody to put a file there
-        if reason:
-            raise NotSupported(reason)
+        # Again: compiling takes long enough for somebody to put a file there.
+        if refusals := [*folder_refusals(made, old, path)]:
+            raise NotSupported(refusals)
     except BaseException:
         exchange(made, path)
         raise

@@ -1,6 +1,6 @@
 """Row rules: the launches of `append_to_cache` and `merge_states` for other sizes and strides, as expressions.
 
-What `launch_rules` and `preconditions` are for attention. The names are those of the struct's fields, and
+What `numbers`, `launch_rules` and `preconditions` are for attention. The names are those of the struct's fields, and
 
     tokens_k    append: rows of key and value, which are those of new tokens
     num_pages   append: pages of the cache
@@ -10,13 +10,14 @@ What `launch_rules` and `preconditions` are for attention. The names are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, call, step
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.bundle import numbers
+from cutlass_py_attn.bundle.inputs import Input, Pointer
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr, Name
+from cutlass_py_attn.launch.names import (
     BATCH,
     NUM_HEADS,
     NUM_HEADS_KEY,
@@ -26,92 +27,56 @@ from cutlass_py_attn.plan.names import (
     TOKENS_K,
     TOKENS_Q,
 )
+from cutlass_py_attn.plan import preconditions
+from cutlass_py_attn.plan.launch_rules import shape, strides
 from cutlass_py_attn.plan.preconditions import Condition
 from cutlass_py_attn.problem import append, merge
-from cutlass_py_attn.problem.append import (
-    CACHES,
-    GIVEN_SCALES,
-    NO_SCALES,
-    ROW_SCALES,
-    SCALES,
-    TILE_SCALES,
-    AppendProblem,
-)
-from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
+from cutlass_py_attn.problem.append import SCALES, AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 
 RowProblem = AppendProblem | MergeProblem
 
-DIRECTIONS: Final = ("append", "merge")
-_SLICES: Final = "call once for each slice"
-_FEATURES: Final[dict[str, tuple[str, ...]]] = {
-    NO_SCALES: (),
-    GIVEN_SCALES: ("e4m3_cache",),
-    ROW_SCALES: ("e4m3_cache", "row_scales"),
-    TILE_SCALES: ("e4m3_cache", "tile_scales"),
+DIRECTIONS: Final = (AppendProblem.direction, MergeProblem.direction)
+_MEANINGS: Final = {
+    "tokens_k": "new tokens, whose rows are appended",
+    "num_heads_key": "heads of key and value",
+    "page_size": "rows of a page",
+    "num_pages": "pages of the cache",
+    "batch": "batch size, or the number of sequences",
+    "num_queries": "queries of one sequence, or of the longest one",
+    "num_heads": "heads of the outputs",
+    "tokens_q": "rows of the outputs: the queries of all sequences together, or more",
+    "key": "rows of new keys",
+    "value": "rows of new values",
+    "key_cache": "pages of keys",
+    "value_cache": "pages of values",
+    "slots": "slot of each token, page * page_size + row; a token with a slot outside of the cache is skipped",
+    "key_scale": "scales of the stored keys",
+    "value_scale": "scales of the stored values",
+    "output_a": "partial output over some keys",
+    "output_b": "partial output over other keys",
+    "output": "output over the keys of both",
+    "logsumexp_a": "logsumexp of output_a",
+    "logsumexp_b": "logsumexp of output_b",
+    "logsumexp": "logsumexp of output",
 }
-_PAGE_AXES: Final = ("page", "row", "head")
-_PAGE_SIZES: Final = (NUM_PAGES, PAGE_SIZE, NUM_HEADS_KEY)
 
 
-def direction_of(problem: RowProblem) -> str:
-    """Returns "append" or "merge"."""
-    return DIRECTIONS[isinstance(problem, MergeProblem)]
+def inputs(problem: RowProblem) -> dict[str, Input]:
+    """Returns sizes and strides (in elements) by name."""
+    steps = (step for operand in problem.operands().values() for step in operand.strides.items())
+    return {name: Input("i64", value, _meaning(name)) for name, value in (*problem.sizes.items(), *steps)}
 
 
-def dtype_of(problem: RowProblem) -> str:
-    """Returns the dtype of the new rows, or of the outputs."""
-    return problem.key.dtype if isinstance(problem, AppendProblem) else problem.output_a.dtype
+def pointers(problem: RowProblem, build: Build) -> dict[str, Pointer]:
+    """Returns every array of the launch, with the alignment of the kernel's loads."""
+    alignments = abi.address_alignments(build)
+    operands = problem.operands().values()
+    return {each.name: numbers.pointer(each, alignments[each.name], _meaning(each.name)) for each in operands}
 
 
-def features_of(problem: RowProblem) -> tuple[str, ...]:
-    """Returns what a kernel has besides its dtype and columns: how an append scales, or "varlen" of a packed merge."""
-    if isinstance(problem, MergeProblem):
-        return ("varlen",) if problem.is_packed else ()
-    return _FEATURES[problem.scales]
-
-
-def sizes(problem: RowProblem) -> dict[str, int]:
-    """Returns the sizes of the problem by the names that expressions use."""
-    if isinstance(problem, AppendProblem):
-        num_pages, page_size = problem.key_cache.shape[:2]
-        return {
-            "tokens_k": problem.tokens,
-            "num_heads_key": problem.num_heads_key,
-            "page_size": page_size,
-            "num_pages": num_pages,
-        }
-    packed = {"tokens_q": problem.output_a.shape[1]} if problem.is_packed else {}
-    return {
-        "batch": problem.batch,
-        "num_queries": problem.num_queries,
-        "num_heads": problem.output_a.shape[2],
-        **packed,
-    }
-
-
-def shapes(problem: RowProblem) -> dict[str, tuple[Expr, ...]]:
-    """Returns the sizes of each array of rows by its name, columns last.
-
-    Scales of an e4m3 cache have one column, or the tiles of a row as columns.
-    """
-    if isinstance(problem, AppendProblem):
-        columns = {"key": Number(problem.key.shape[2]), "value": Number(problem.value.shape[2])}
-        rows = {name: (TOKENS_K, NUM_HEADS_KEY, columns[name]) for name in ("key", "value")}
-        pools = {name: (*_PAGE_SIZES, columns[name.removesuffix("_cache")]) for name in CACHES}
-        tiles = Number(problem.key_scale.shape[-1]) if problem.key_scale and problem.scales == TILE_SCALES else ONE
-        return {**rows, **pools, **{name: (*_PAGE_SIZES, tiles) for name in SCALES if name in problem.tensors()}}
-    outer = (ONE, TOKENS_Q) if problem.is_packed else (BATCH, NUM_QUERIES)
-    return dict.fromkeys(OUTPUTS, (*outer, NUM_HEADS, Number(problem.output.shape[3])))
-
-
-def stride_names(problem: RowProblem, name: str) -> tuple[Name, ...]:
-    """Returns the names of an array's strides, without that of contiguous columns."""
-    if isinstance(problem, MergeProblem):
-        axes: tuple[str, ...] = ("batch", "row", "head")
-    else:
-        axes = _PAGE_AXES if name in (*CACHES, *SCALES) else ("row", "head")
-        axes += ("tile",) if name in SCALES and problem.scales == TILE_SCALES else ()
-    return tuple(Name(f"{name}_{axis}") for axis in axes)
+def _meaning(name: str) -> str:
+    return _MEANINGS.get(name) or numbers.meaning(name)
 
 
 def definitions(problem: RowProblem) -> dict[str, Expr]:
@@ -124,11 +89,16 @@ def definitions(problem: RowProblem) -> dict[str, Expr]:
 def conditions(problem: RowProblem, build: Build) -> list[Condition]:
     """Returns every condition on sizes and strides; each expression is 1 (true) for the planned problem."""
     found = [(Name(name) >= 1, f"{name} must be at least 1; with none there is nothing to launch")
-             for name in sizes(problem)]  # fmt: skip
+             for name in problem.sizes]  # fmt: skip
     if isinstance(problem, MergeProblem) and problem.is_packed:
         says = "num_queries, of the longest sequence, must be at most tokens_q"
         found += [(NUM_QUERIES <= TOKENS_Q, says), (TOKENS_Q <= merge.MAX_ROWS, _most("tokens_q"))]
-    return [*found, *_strides(problem, build), *_overlaps(problem)]
+    operands = [operand for operand in problem.operands().values() if operand.strides]
+    unit = build.vector_bytes // build.item_bytes
+    for operand in (operand for operand in operands if operand.name not in SCALES):
+        for size, stride in list(zip(shape(operand), strides(operand), strict=True))[:-1]:
+            found += preconditions.multiple(size, stride, unit)
+    return [*found, *(preconditions.distinct(operand) for operand in operands if operand.is_written)]
 
 
 def limits(problem: RowProblem) -> list[Condition]:
@@ -141,22 +111,4 @@ def limits(problem: RowProblem) -> list[Condition]:
 
 
 def _most(name: str) -> str:
-    return f"{name} must be at most {append.MAX_ROWS}; {_SLICES}"
-
-
-def _strides(problem: RowProblem, build: Build) -> Iterator[Condition]:
-    """Strides of rows are multiples of the elements of one load."""
-    unit = build.vector_bytes // build.item_bytes
-    for name, shape in shapes(problem).items():
-        for size, stride in zip(shape, stride_names(problem, name), strict=False):
-            if unit > 1 and name not in SCALES:
-                yield (step(size, stride, 0) % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
-
-
-def _overlaps(problem: RowProblem) -> Iterator[Condition]:
-    """No two indices of an array that is written have the same element."""
-    for name in problem.outputs if isinstance(problem, AppendProblem) else ("output",):
-        strides = (*stride_names(problem, name), ONE)
-        pairs = chain.from_iterable(zip(shapes(problem)[name], strides, strict=False))
-        says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
-        yield call("distinct", *pairs).equals(1), says
+    return f"{name} must be at most {append.MAX_ROWS}; call once for each slice"

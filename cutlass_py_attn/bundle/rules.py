@@ -7,22 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cutlass_py_attn.bundle import numbers, row_numbers, row_rules
+from cutlass_py_attn.bundle import numbers, row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
-from cutlass_py_attn.plan import entry_points, launch_rules, planner, preconditions
+from cutlass_py_attn.kernels.common.layout import RAGGED_STRIDE_BYTES, most_box_rows
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr, Grid, Name, Number, minimum
+from cutlass_py_attn.launch.names import PAGE_SIZE, TABLE_ENTRIES
+from cutlass_py_attn.plan import launch_rules, planner, preconditions
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import Expr, Grid, Name, Number, minimum
 from cutlass_py_attn.plan.launch_rules import MAX_INT32, BufferRule
 from cutlass_py_attn.plan.merge import plan_merge
-from cutlass_py_attn.plan.names import PAGE_SIZE, TABLE_ENTRIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
-from cutlass_py_attn.plan.sm90_smem import RAGGED_STRIDE_BYTES, most_box_rows
 from cutlass_py_attn.problem import serialize, typed_json
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
+from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import DIRECTIONS, KEY_ROPE
 
@@ -67,11 +69,11 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
             launch_rules.grids_of(problem, build),
             launch_rules.workspace(build),
         )
-    given = row_numbers.inputs(problem)
+    given = row_rules.inputs(problem)
     defined = row_rules.definitions(problem)
     return Rules(
         given,
-        row_numbers.pointers(problem, build),
+        row_rules.pointers(problem, build),
         row_rules.conditions(problem, build),
         row_rules.limits(problem),
         defined,
@@ -103,25 +105,10 @@ def tensor_map_box(problem: Problem, build: Build, name: str, box: Sequence[int]
 
     That of key_rope has as many rows with pages of any size.
     """
-    if name == KEY_ROPE or launch_rules.batch_axis(problem, entry_points.mapped_field(name)) != "page":
+    if name == KEY_ROPE or not launch_rules.is_pool(of_tensor(problem, entry_points.mapped_field(name))):
         return tuple(map(Number, box))
     columns, _, *others = box
     return Number(columns), minimum(PAGE_SIZE, most_box_rows(build)), *map(Number, others)
-
-
-def direction_of(problem: AnyProblem) -> str:
-    """Returns one of ALL_DIRECTIONS."""
-    return problem.direction if isinstance(problem, Problem) else row_rules.direction_of(problem)
-
-
-def dtype_of(problem: AnyProblem) -> str:
-    """Returns the dtype of the rows that the kernels read."""
-    return problem.dtype if isinstance(problem, Problem) else row_rules.dtype_of(problem)
-
-
-def features_of(problem: AnyProblem) -> tuple[str, ...]:
-    """Returns the features of the problem by name."""
-    return problem.features if isinstance(problem, Problem) else row_rules.features_of(problem)
 
 
 def plans(problem: AnyProblem, arch: str, num_sms: int | None = None) -> list[Plan]:

@@ -21,7 +21,7 @@ from cutlass_py_attn.compilation.turns import artifact_for
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.inspection.facts import dynamic_bytes
 from cutlass_py_attn.inspection.listing import entry_text
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 
 WARP_PRODUCT, WARPGROUP_PRODUCT = "mma.sync", "wgmma.mma_async"

@@ -1,4 +1,4 @@
-"""Bench: measures the kernels on the GPU beside the peers that are installed, and compares with an earlier record."""
+"""Bench: measures the kernels on the GPU, and compares with an earlier record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from cutlass_py_attn.problem import spec
 _RECORD = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OF_A_RUN = ("folder", "output", "samples", "sustained")  # parameters that only a measurement has
 # \b on a line of its own keeps click from wrapping the paragraph.
-_WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + spec.GRAMMAR.partition("\n\n")[2]
+_WORDS = "A case is named by these words, joined by _ in any order:\n\n\b\n" + "\n".join(
+    f"{word.shown:<40}{word.meaning}" for word in spec.WORDS
+)
 
 
 @click.command(epilog=_WORDS)
@@ -50,11 +52,10 @@ def bench(
     record: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure forward and backward by CUDA graph replays: TFLOP/s of the median, ours and peers'.
+    """Measure forward and backward by CUDA graph replays: TFLOP/s of the median.
 
-    Without --case the published set runs. Peers are torch's attention kernels and FlashAttention-4 (the package
-    flash-attn-4); they read the same memory, and are skipped if they are not installed. A peer that refuses a case has
-    no numbers there. If a case fails, the others still run, and the exit code is 1.
+    Without --case the published set runs. If a case fails, the others still run, and the exit code is 1.
+    `python -m tools.bench.bench_peers` of the repository measures other packages' kernels in the same run.
 
     To compare two files: --rows NEW --compare OLD.
     """

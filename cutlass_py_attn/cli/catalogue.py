@@ -10,17 +10,18 @@ from itertools import product
 from typing import Final
 
 from cutlass_py_attn.cli.selection import SIZES, builds_among, component_gemms
-from cutlass_py_attn.plan import planner, sm90
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.decode.kernel import MIN_KEYS
+from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH, MULTICAST_LENGTH
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
+from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
-from cutlass_py_attn.plan.decode import MIN_KEYS
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
@@ -152,13 +153,13 @@ def serves(build: Build) -> str:
         words.append("deterministic")
     if build.family == "decode":
         words.append(f"up to {MAX_QUERIES} queries of {MIN_KEYS} keys or more")
-    has_few_rows = build.family == "sm90" and sm90.has_few_rows(build.kind, build)
+    has_few_rows = build.family == "sm90" and sm90_choice.has_few_rows(build.kind, build)
     if build.variant == QUERY_HEADS or (has_few_rows and build.kind == "backward"):
         words.append("few key tiles")
     elif has_few_rows:
         words.append("few query tiles")
-    elif build.body.lengths != "any":
-        words.append(_LENGTHS[build.body.lengths])
+    elif kernel_of(build).lengths != "any":
+        words.append(_LENGTHS[kernel_of(build).lengths])
     return ", ".join(words)
 
 

@@ -7,20 +7,18 @@ builds of many problems, so `Choices` finds each build once, and asks the rules 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Final
 
-from cutlass_py_attn.plan import decode, planner, resources, sm80, sm90
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.families import FAMILIES, Family
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import STANDARD
+from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
-from cutlass_py_attn.plan.variants import SPLIT_KV, STANDARD
 from cutlass_py_attn.problem.problem import Problem
-
-FAMILIES: Final = ("decode", "sm90", "sm80")  # in the order of the planner
 
 
 class Choices:
@@ -34,7 +32,6 @@ class Choices:
         self.arch = arch
         self._limits = architecture(arch)
         self._fitting: dict[tuple[str, TileConfig], Build | None] = {}
-        self._sm90_tiles: tuple[TileConfig, ...] | None = None
 
     def best(self, problem: Problem, num_sms: int | None = None) -> Build:
         """Returns the build of `planner.plan`: for a problem that differs from this one in sizes alone.
@@ -46,42 +43,30 @@ class Choices:
 
     def in_order(self, problem: Problem, num_sms: int | None = None) -> Iterator[Build]:
         """Yields the builds of `planner.plans` in their order, for a problem as that of `best`."""
-        for family in FAMILIES:
+        for family in FAMILIES.values():
             if self._takes(problem, family):
-                yield from self._fits(family, self._tiles_for(problem, family, num_sms))
+                yield from self._fits(family.name, family.tiles(problem, num_sms or self._limits.num_sms, False))
 
     def of_family(self, family: str) -> Iterator[Build]:
         """Yields every build of a family: the planner chooses each for some sizes, or where an earlier one spills.
 
         Of two builds with one symbol the first is what the planner chooses.
         """
-        if not self._takes(self.problem, family):
+        if not self._takes(self.problem, FAMILIES[family]):
             return
         if family != "sm90":
-            yield from self._fits(family, self._tiles_for(self.problem, family, None))
+            yield from self._fits(family, FAMILIES[family].tiles(self.problem, self._limits.num_sms, False))
             return
-        tiles = self._of_sm90(self.problem)
-        preferred = [tile for tile in tiles if sm90.applies(self.problem, tile, self._limits.num_sms)]
-        standard = [tile for tile in tiles if tile.variant == STANDARD]
-        in_parts = [with_options(self.problem, replace(tile, variant=SPLIT_KV)) for tile in standard]
-        shares_keys = in_parts and not sm90.objections(self.problem, in_parts[0])
-        yield from self._fits(family, dict.fromkeys((*preferred, *tiles, *(in_parts if shares_keys else ()))))
+        kind, rows = ProblemKind.of(self.problem), sm90_rows(ProblemKind.of(self.problem))
+        tried = sm90_choice.tried(self.problem, self._limits.num_sms)
+        tiles = [row.tile_for(kind) for row in (*tried, *rows)]
+        if not sm90_choice.split_kv_objection(self.problem):
+            tiles += [sm90_choice.in_parts(kind, row) for row in rows if row.tile.variant == STANDARD]
+        yield from self._fits(family, dict.fromkeys(tiles))
 
-    def _takes(self, problem: Problem, family: str) -> bool:
-        if family == "sm90":
-            return self._limits.has_wgmma and not sm90.unsupported_features(problem)
-        return not (decode if family == "decode" else sm80).unsupported_features(problem)
-
-    def _tiles_for(self, problem: Problem, family: str, num_sms: int | None) -> Iterable[TileConfig]:
-        """Returns the tiles of a family that the planner tries, in its order."""
-        if family == "sm90":
-            return sm90.applicable(problem, self._of_sm90(problem), num_sms or self._limits.num_sms)
-        return decode_tiles(problem) if family == "decode" else sm80_tiles(problem)
-
-    def _of_sm90(self, problem: Problem) -> tuple[TileConfig, ...]:
-        if self._sm90_tiles is None:
-            self._sm90_tiles = sm90_tiles(problem)
-        return self._sm90_tiles
+    def _takes(self, problem: Problem, family: Family) -> bool:
+        is_possible = self._limits.has_wgmma or not family.needs_wgmma
+        return is_possible and not family.unsupported_features(problem)
 
     def _fits(self, family: str, tiles: Iterable[TileConfig]) -> Iterator[Build]:
         """Yields the builds of the tiles that fit the target."""
@@ -89,8 +74,8 @@ class Choices:
             if self.arch in tile.not_on:
                 continue
             if (family, tile) not in self._fitting:
-                build, objections = build_for(self.problem, self.arch, tile, family)
-                fits = not (objections or resources.objections(build, self._limits))
+                build, refused = build_for(self.problem, self.arch, tile, family)
+                fits = not (refused or resources.refusals(build, self._limits))
                 self._fitting[family, tile] = build if fits else None
             found = self._fitting[family, tile]
             if found is not None:

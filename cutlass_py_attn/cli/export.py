@@ -13,8 +13,8 @@ from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.outputs import OutputFolder, counted, writing
 from cutlass_py_attn.cli.parameters import Archs, Choice
 from cutlass_py_attn.cli.selection import problems
-from cutlass_py_attn.plan.arch import ARCHITECTURES
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.arch import ARCHITECTURES
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 
 

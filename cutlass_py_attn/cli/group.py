@@ -14,7 +14,7 @@ from cutlass_py_attn.suggestions import did_you_mean
 
 # By name: the module and the function of a command, and the summary that --help prints without importing them.
 COMMANDS: Final = {
-    "bench": ("bench.bench", "Measure forward and backward by CUDA graph replays: TFLOP/s, ours and peers'."),
+    "bench": ("bench.bench", "Measure forward and backward by CUDA graph replays: TFLOP/s."),
     "build": ("build.build", "Compile kernels into a folder, from which machines without the compiler launch them."),
     "cache": ("cache.cache", "Show or clear the disk cache of compiled kernels."),
     "doctor": ("doctor.doctor", "Show what is installed and which GPU there is, with the remedy for what is missing."),

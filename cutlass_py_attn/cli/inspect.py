@@ -13,7 +13,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from cutlass_py_attn import extras
-from cutlass_py_attn.artifact import Artifact, Folder
+from cutlass_py_attn.artifact import Artifact, Folder, first_available
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.outputs import OutputFile, show_slow_roads, write_text
 from cutlass_py_attn.cli.parameters import Choice
@@ -24,10 +24,9 @@ from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
-from cutlass_py_attn.runtime import binding
 
 NO_SASS = f"No instruction counts: they need nvdisasm, {extras.remedy('inspect')}"
 
@@ -121,7 +120,7 @@ def _of_problem(name: str, direction: str | None, options: _Options) -> tuple[Pl
     is_file = name.endswith(".json")
     given = problems([name], (direction,) if direction else () if is_file else ("forward",))[0]
     found = plans_for(given, options.arch) if options.arch else plans_here(given)
-    return binding.first_available(found, _source(options.folder))
+    return first_available(found, _source(options.folder))
 
 
 def _source(folder: Path | None) -> Callable[[Build], Artifact]:

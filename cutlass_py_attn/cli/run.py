@@ -22,7 +22,7 @@ from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, SHOWN_SIZES, Sel
 from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
 from cutlass_py_attn.compilation.turns import artifact_for
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
-from cutlass_py_attn.kernels.component_gemms.planning import MAX_HEAD_DIM
+from cutlass_py_attn.plan.component_gemms import MAX_HEAD_DIM
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
 from cutlass_py_attn.problem.tensors import SHORT_NAMES

@@ -15,7 +15,7 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bench.harness import Operands
 from cutlass_py_attn.cli.run_cpu import relative_error
 from cutlass_py_attn.cli.selection import directions_of
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths

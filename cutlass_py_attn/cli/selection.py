@@ -14,13 +14,13 @@ from cutlass_py_attn.cli.choices import Choices
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.planning import FAMILIES, MAX_HEAD_DIM, plan_component_gemm
+from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
+from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH
+from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture
+from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
-from cutlass_py_attn.plan.build import COLUMN_MULTIPLE, Build
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.component_gemms import FAMILIES, MAX_HEAD_DIM, plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import masks, typed_json
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.serialize import from_json

@@ -11,18 +11,18 @@ from cutlass_py_attn.cli.selection import DTYPES
 from cutlass_py_attn.cli.target import plans_for
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.catalogue import KERNELS
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
+from cutlass_py_attn.kernels.decode.kernel import MIN_KEYS
+from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
+from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH, MULTICAST_LENGTH
+from cutlass_py_attn.launch.abi import FLOAT32_OUTPUTS
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.abi import FLOAT32_OUTPUTS
 from cutlass_py_attn.plan.append import SCALES_OF
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.decode import MIN_KEYS
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
+from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, MLA, STANDARD, SUM, SUM_LAST, TOTAL, VARIANTS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -43,7 +43,7 @@ _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 _OPERANDS = {short: name for name, short in OPERAND_NAMES.items()}
 _FAMILY_DTYPE = rf"(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(DTYPES)})"
 _TILE = r"(?:_(?P<tile_m>\d+)x(?P<tile_n>\d+))?"
-_VARIANTS = sorted({it.name for it in VARIANTS.values() if it.name})
+_VARIANTS = sorted({variant for _, _, variant in KERNELS if variant})
 _DIMS = r"d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?"
 # FEATURES stands for the layouts and the score terms, of which a user may register more.
 _FUSED = (
@@ -181,7 +181,7 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
     rows = int(found["tile_m"] or 16) if found["family"] == "decode" else 0
     group = max(_GROUP, ceil_div(rows, MAX_QUERIES)) if has("grouped") else 1
     direction = "forward" if found["kind"] == "fwd" else "backward"
-    body = VARIANTS.get((direction, found["family"], found["variant"] or ""))
+    body = KERNELS.get((direction, found["family"], found["variant"] or ""))
     lengths = body.lengths if body is not None else "any"
     any_length = _SHORT_LENGTH if found["tile_m"] else _LENGTH
     length = {"long": MULTICAST_LENGTH, "any": any_length}.get(lengths, _SHORT_LENGTH)

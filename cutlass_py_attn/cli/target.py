@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from cutlass_py_attn.bundle import rules
 from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
+from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime import driver

@@ -22,8 +22,8 @@ from typing import Final
 from cutlass_py_attn.artifact import Artifact, artifact_from
 from cutlass_py_attn.compilation import registry
 from cutlass_py_attn.compilation.private_folder import cache_root, refusal
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.build_json import read_build
 from cutlass_py_attn.problem import typed_json
 from cutlass_py_attn.score_terms import registry as score_terms

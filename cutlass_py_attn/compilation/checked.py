@@ -7,9 +7,10 @@ import os
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import compiler, turns
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.problem.scalars import path_objections, shown
+from cutlass_py_attn.problem.scalars import path_refusals
+from cutlass_py_attn.refusals import refuse
 
 
 def artifact_for(build: Build, folder: str | os.PathLike[str] | None = None) -> Artifact:
@@ -19,11 +20,11 @@ def artifact_for(build: Build, folder: str | os.PathLike[str] | None = None) -> 
 
     NotSupported lists every wrong argument. CompileError lists every finding in ptxas's report and cubin.
     """
-    reasons = [] if folder is None else path_objections("folder", folder)
+    refusals = [] if folder is None else path_refusals("folder", folder)
     if not isinstance(build, Build):
-        reasons.append(f"build = {shown(build)}: must be a Build; pass the field `build` of a plan")
-    if reasons:
-        raise NotSupported(reasons)
+        refusals.append(refuse("build", build, "must be a Build", "pass the field `build` of a plan"))
+    if refusals:
+        raise NotSupported(refusals)
     return turns.artifact_for(build, folder)
 
 
@@ -33,5 +34,5 @@ def compile(plan_or_build: Plan | Build) -> Artifact:
     NotSupported: the argument is neither a Plan nor a Build.
     """
     if not isinstance(plan_or_build, (Plan, Build)):
-        raise NotSupported(f"plan_or_build = {shown(plan_or_build)}: must be a Plan or a Build; pass a plan")
+        raise NotSupported(refuse("plan_or_build", plan_or_build, "must be a Plan or a Build", "pass a plan"))
     return compiler.compile(plan_or_build)

@@ -29,7 +29,7 @@ from cutlass_py_attn.compilation import registry, report
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.compilation.cubin import Cubin, read
 from cutlass_py_attn.errors import AttentionError, BreaksPlan, CompileError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.score_terms.registry import source_digest
 
@@ -76,7 +76,7 @@ def compile(plan_or_build: Plan | Build) -> Artifact:
     for attempt in allocations(build):
         output = compile_unchecked(attempt)
         try:
-            return artifact_of(build, attempt, output)
+            return checked_artifact(build, attempt, output)
         except BreaksPlan as error:
             errors.append(error)
         if not any(output.spills.values()):
@@ -84,7 +84,7 @@ def compile(plan_or_build: Plan | Build) -> Artifact:
     raise errors[0]
 
 
-def artifact_of(build: Build, attempt: Build, output: CompilerOutput) -> Artifact:
+def checked_artifact(build: Build, attempt: Build, output: CompilerOutput) -> Artifact:
     """Returns the artifact of a compilation; BreaksPlan lists every finding in ptxas's report and cubin.
 
     attempt: the build with the register allocation that was compiled

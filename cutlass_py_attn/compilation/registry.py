@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import VARIANTS
+from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
+from cutlass_py_attn.launch.build import Build
 
 Trace = tuple[Callable[..., Any], tuple[object, ...]]
 
@@ -37,12 +36,12 @@ def trace(build: Build) -> Trace:
 
     The kernel module is imported on use, because it imports the DSL; each defines trace(build).
     """
-    body = VARIANTS.get((build.kind, build.family, build.variant))
-    if body is None:
-        known = ", ".join("/".join(filter(None, key)) for key in VARIANTS)
+    kernel = KERNELS.get((build.kind, build.family, build.variant))
+    if kernel is None:
+        known = ", ".join("/".join(filter(None, key)) for key in KERNELS)
         given = "/".join(filter(None, (build.kind, build.family, build.variant)))
         raise NotSupported(f"kind/family/variant = {given}: has no kernel; allowed are {known}")
-    host, arguments = importlib.import_module(f"{_KERNELS}.{body.module}").trace(build)
+    host, arguments = importlib.import_module(f"{_KERNELS}.{kernel.module}").trace(build)
     return host, arguments
 
 
@@ -52,17 +51,12 @@ def sources_of(build: Build) -> tuple[str, ...]:
     These are the kernel module that traces the build, every module of the package that it imports, directly or not, and
     the compiler's options. What decides the fields of a Build, such as the planner, is not among them.
     """
-    modules = [build.body.module]
-    if build.component_gemm in COMPONENT_GEMMS:
-        modules.append(f"component_gemms.{build.component_gemm}")  # the standalone kernel imports it by name
-    return _closure(*(f"{_KERNELS}.{module}" for module in modules))
+    return _closure(f"{_KERNELS}.{kernel_of(build).module}")
 
 
 def source_modules() -> tuple[str, ...]:
     """Returns the files, relative to the package, whose text decides the machine code of any kernel."""
-    modules = [body.module for body in VARIANTS.values()]
-    modules += [f"component_gemms.{name}" for name in COMPONENT_GEMMS]
-    return _closure(*(f"{_KERNELS}.{module}" for module in modules))
+    return _closure(*(f"{_KERNELS}.{kernel.module}" for kernel in KERNELS.values()))
 
 
 @functools.cache

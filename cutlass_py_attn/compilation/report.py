@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.artifact import Kernel, Parameter
 from cutlass_py_attn.compilation.cubin import Cubin, CubinKernel
-from cutlass_py_attn.plan import entry_points, resources
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 
 _ENTRY: Final = re.compile(r"\.entry\s+(\S+?)\s*\((.*?)\)", re.DOTALL)
 _PARAMETER: Final = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]+)(\d+)\s[^,]*?(\w+)(?:\[(\d+)\])?\s*(?:,|$)")
@@ -65,7 +65,7 @@ def parameter_findings(build: Build, ptx: str, cubin: Cubin) -> Iterator[str]:
         ordinals = [parameter.ordinal for parameter in kernel.parameters]
         if ordinals != list(numbers) or offsets != sorted(set(offsets)):
             yield f"{symbol}: cubin parameters {ordinals} at {offsets}: must be numbered from 0 and ascend"
-        expected = [size for _, size in entry_points.parameters(build, _role(build, symbol))]
+        expected = [size for _, size in entry_parameters.parameters(build, _role(build, symbol))]
         if sizes != expected:
             yield f"{symbol}: parameter sizes = {sizes}: the ABI has {expected}"
 
@@ -88,8 +88,8 @@ def _entry_findings(build: Build, cubin: Cubin) -> Iterator[str]:
 def _kernel_findings(build: Build, kernel: CubinKernel, spills: dict[str, int]) -> Iterator[str]:
     """Yields each limit that a kernel exceeds."""
     limits = architecture(build.arch)
-    threads = entry_points.entry_threads(build, _role(build, kernel.symbol))
-    registers = resources.register_limit(replace(build, warps=threads // 32), limits)
+    threads = entry_parameters.entry_threads(build, _role(build, kernel.symbol))
+    registers = limits.register_limit(threads)
     limited = (
         ("stack frame", "bytes per thread", kernel.frame_bytes, 0),
         ("spills", "bytes per thread", spills.get(kernel.symbol, 0), 0),
@@ -124,7 +124,7 @@ def _ptx_parameters(ptx: str) -> dict[str, list[tuple[str, int]]]:
 
 
 def _kernel(build: Build, kernel: CubinKernel, spill_bytes: int) -> Kernel:
-    names = [name for name, _ in entry_points.parameters(build, _role(build, kernel.symbol))]
+    names = [name for name, _ in entry_parameters.parameters(build, _role(build, kernel.symbol))]
     return Kernel(
         symbol=kernel.symbol,
         registers=kernel.registers,

@@ -17,7 +17,7 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import cache, compiler, private_folder
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.score_terms.registry import source_digest
 
 LOCKS: Final = "locks"

@@ -12,14 +12,15 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Unpack
+from dataclasses import replace
+from typing import Any, Final, TypedDict, Unpack
 
 import numpy as np
 
-from cutlass_py_attn.api.declaration import implemented_by
+from cutlass_py_attn.api.attention import problem_of
+from cutlass_py_attn.api.calls import check_is_numpy
 from cutlass_py_attn.api.lru_cache import LruCache
-from cutlass_py_attn.api.options import AttentionOptions, Options, VariableLength, check_options
-from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.api.options import Options, ScoreOptions, VariableLength, check_options, takes_options
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed import gathered, heads, ring
@@ -29,24 +30,24 @@ from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.distributed.machine import Arrays, Machine
 from cutlass_py_attn.distributed.split import OF_KEY, OF_LOGSUMEXP, OF_QUERY, Split
 from cutlass_py_attn.errors import AttentionError, NotSupported
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.problem.masks import Full, Mask
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.split_rows import (
     ALL_GATHER,
     RING,
     ULYSSES,
     ZIGZAG,
     SplitCall,
-    order_objections,
-    strategy_objections,
+    order_refusals,
+    strategy_refusals,
 )
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS, Tensor
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms.dropout import Dropout
 
 _COMPUTE: Final[dict[str, Any]] = {ALL_GATHER: gathered, ULYSSES: heads, RING: ring}
+_CONTEXT: Final[dict[str, Any]] = {"context_strategy": ALL_GATHER, "load_balance": None}  # defaults of its options
 _MESSAGE_BYTES: Final = 1024  # about a call, which all ranks compare
 _CALL, _REFUSAL = b"c", b"r"  # first byte of a message
 
@@ -55,8 +56,14 @@ class CallsDiffer(NotSupported):
     """The ranks of a group make different calls. Every rank raises it before it exchanges an array."""
 
 
-class ContextOptions(AttentionOptions, total=False):
-    """Options of a forward whose rows are split.
+class _OfGroup(TypedDict):
+    """What every call names. group: the ranks, from `connect` or `Group`."""
+
+    group: Group
+
+
+class ContextOptions(_OfGroup, ScoreOptions, total=False):
+    """Options of a forward whose rows are split: group, those of `AttentionOptions` but score_terms, and these.
 
     group: the ranks, from `connect` or `Group`.
     context_strategy: "all_gather" gathers keys and values; "ulysses" exchanges rows for heads; "ring" passes keys and
@@ -65,7 +72,10 @@ class ContextOptions(AttentionOptions, total=False):
     sequences: VariableLength(...) with NumPy arrays, which count the rows of all ranks; None if there is no packing.
     """
 
-    group: Group
+    dropout: Dropout | None
+    stream: object
+    backend: str
+    kernels: Callable[[Build], Artifact] | None
     context_strategy: str
     load_balance: str | None
     sequences: VariableLength | None
@@ -82,32 +92,8 @@ class ContextBackwardOptions(ContextOptions, total=False):
     deterministic: bool
 
 
-def _forward(query: Any, key: Any, value: Any, **options: Unpack[ContextOptions]) -> tuple[Any, Any]:
-    found = _call("forward", {"query": query, "key": key, "value": value}, options)
-    return found["output"], found["logsumexp"]
-
-
-@implemented_by(_forward)
-def attention_forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    group: Group,
-    context_strategy: str = "all_gather",
-    load_balance: str | None = None,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    bias: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: Dropout | None = None,
-    sequences: VariableLength | None = None,
-    stream: object = None,
-    backend: str = "auto",
-    kernels: Callable[[Build], Artifact] | None = None,
-) -> tuple[Any, Any]:
+@takes_options(ContextOptions, **_CONTEXT)
+def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[ContextOptions]) -> tuple[Any, Any]:
     """Computes a rank's rows of attention over the rows of all ranks.
 
     query, key, value: the rank's rows (batch, rows, heads, head_dim); every rank has as many. They are as in
@@ -123,10 +109,12 @@ def attention_forward(
     NotSupported lists every reason before anything is exchanged, and the ranks that made another call. PeerLost: a
     rank did not come within the group's time limit, and the group is aborted.
     """
-    raise NotImplementedError
+    found = _call("forward", {"query": query, "key": key, "value": value}, options)
+    return found["output"], found["logsumexp"]
 
 
-def _backward(
+@takes_options(ContextBackwardOptions, **_CONTEXT)
+def attention_backward(
     grad_output: Any,
     query: Any,
     key: Any,
@@ -135,6 +123,13 @@ def _backward(
     logsumexp: Any,
     **options: Unpack[ContextBackwardOptions],
 ) -> Gradients:
+    """Computes the gradients of a rank's operands, of the loss of all ranks.
+
+    The options are those of `attention_forward`, which must be the same, and those of `ContextBackwardOptions`. The
+    gradients of sinks, and of a bias without rows, which every rank has whole, are summed over all ranks. Sums of
+    several parts are added in float32 in a fixed order: deterministic=True gives the same bits in every run with as
+    many ranks. The errors are those of `attention_forward`.
+    """
     operands = {
         "grad_output": grad_output,
         "query": query,
@@ -147,48 +142,11 @@ def _backward(
     return Gradients(**{name.removeprefix("grad_"): array for name, array in found.items()})
 
 
-@implemented_by(_backward)
-def attention_backward(
-    grad_output: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    output: Any,
-    logsumexp: Any,
-    *,
-    group: Group,
-    context_strategy: str = "all_gather",
-    load_balance: str | None = None,
-    mask: Mask = Full(),  # noqa: B008
-    scale: float | None = None,
-    bias: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    dropout: Dropout | None = None,
-    sequences: VariableLength | None = None,
-    stream: object = None,
-    backend: str = "auto",
-    kernels: Callable[[Build], Artifact] | None = None,
-    grad_logsumexp: Any = None,
-    gradients: tuple[str, ...] = ("query", "key", "value"),
-    deterministic: bool = False,
-) -> Gradients:
-    """Computes the gradients of a rank's operands, of the loss of all ranks.
-
-    The options are those of `attention_forward`, which must be the same, and those of `ContextBackwardOptions`. The
-    gradients of sinks, and of a bias without rows, which every rank has whole, are summed over all ranks. Sums of
-    several parts are added in float32 in a fixed order: deterministic=True gives the same bits in every run with as
-    many ranks. The errors are those of `attention_forward`.
-    """
-    raise NotImplementedError
-
-
 def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) -> Arrays:
     """Returns the results by name."""
     rest = dict(options)
     stream = rest.pop("stream", None)
-    context = {name: rest.pop(name, default) for name, default in _DEFAULTS.items()}
+    context = {name: rest.pop(name, default) for name, default in {"group": None, **_CONTEXT}.items()}
     group = context["group"]
     if isinstance(group, Group):
         group.expect_open()
@@ -234,12 +192,12 @@ def _call(direction: str, operands: dict[str, Any], options: Mapping[str, Any]) 
 
 def _checked(direction: str, context: Mapping[str, Any], rest: Mapping[str, Any]) -> Options:
     """Returns the options of the call on all rows; NotSupported lists every reason."""
-    reasons = [*_context_reasons(context)]
+    reasons = [*_context_refusals(context)]
     try:
-        checked = check_options(rest, _ALLOWED[direction])
+        checked = check_options(rest, _ALLOWED[direction], "score_terms")  # refused below, with what to do
     except NotSupported as error:
-        raise NotSupported([*reasons, *error.reasons]) from error
-    if reasons := [*reasons, *_reasons(checked)]:
+        raise NotSupported([*reasons, *error.refusals]) from error
+    if reasons := [*reasons, *_refusals(checked)]:
         raise NotSupported(reasons)
     return checked
 
@@ -256,46 +214,45 @@ def _abort_on_error(group: Group) -> Iterator[None]:
         raise
 
 
-_DEFAULTS: Final[dict[str, Any]] = {"group": None, "context_strategy": ALL_GATHER, "load_balance": None}
 _ALLOWED: Final[dict[str, type]] = {"forward": ContextOptions, "backward": ContextBackwardOptions}
 
 
-def _context_reasons(context: Mapping[str, Any]) -> list[str]:
+def _context_refusals(context: Mapping[str, Any]) -> list[Refusal]:
     """Returns why group, strategy or order are refused."""
     found = []
     if not isinstance(context["group"], Group):
-        found.append(f"group = {shown(context['group'])}: must be a Group; pass one that connect returns")
-    return [*found, *strategy_objections(context["context_strategy"]), *order_objections(context["load_balance"])]
+        found.append(refuse("group", context["group"], "must be a Group", "pass one that connect returns"))
+    return [*found, *strategy_refusals(context["context_strategy"]), *order_refusals(context["load_balance"])]
 
 
-def _reasons(options: Options) -> list[str]:
+def _refusals(options: Options) -> list[Refusal]:
     """Returns why options are refused that one device takes."""
     found = []
     if options.score_terms:
-        found.append(
-            f"score_terms = {shown(options.score_terms)}: must be empty, for a term counts the positions of a rank's "
-            "own rows; add it as a bias"
-        )
-    if options.philox_on_device:
-        found.append("dropout with seed and offset in device memory: must be ints, for ranks add to the offset")
+        rule = "must be empty, for a term counts the positions of a rank's own rows"
+        found.append(refuse("score_terms", options.score_terms, rule, "add it as a bias"))
+    if options.dropout is not None and options.philox_on_device:
+        rule = "must be an int, for ranks add to the offset, not in device memory"
+        found.append(refuse("philox_seed", options.dropout.philox_seed, rule, "pass ints"))
     if isinstance(options.sequences, VariableLength):
         arrays = {name: getattr(options.sequences, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")}
+        rule = "must be a NumPy array, for its values decide what a rank computes"
         found += [
-            f"{name} is a {type(array).__name__}: must be a NumPy array, for its values decide what a rank computes; "
-            "copy it to the host"
+            refuse(name, array, rule, "copy it to the host")
             for name, array in arrays.items()
             if array is not None and not isinstance(array, np.ndarray)
         ]
         if not found and options.dropout_p and arrays["cu_seqlens_q"].size > 2:
-            found.append(
-                f"dropout with {arrays['cu_seqlens_q'].size - 1} sequences: must be one, for random numbers of some "
-                "heads of several sequences are not supported; pass one sequence a call"
+            rule = (
+                f"must be 0 with {arrays['cu_seqlens_q'].size - 1} sequences, for random numbers of some heads of "
+                "several sequences are not supported"
             )
+            found.append(refuse("dropout_p", options.dropout_p, rule, "pass one sequence a call"))
     if options.sequences is not None and options.grad_logsumexp is not None:
-        found.append(
-            "grad_logsumexp with sequences: must be None, for the logsumexp of split sequences is of no use but for "
-            "attention_backward; leave it out"
+        rule = (
+            "must be None with sequences, for the logsumexp of split sequences is of no use but for attention_backward"
         )
+        found.append(refuse("grad_logsumexp", options.grad_logsumexp, rule, "leave it out"))
     return found
 
 
@@ -363,12 +320,12 @@ def _expect_supported(split: Split, direction: str, arrays: Arrays) -> None:
         has_sequences=options.sequences is not None,
         differ=differ,
     )
-    reasons = [*_reasons_of_all_rows(split, direction, arrays), *call.objections()]
-    if reasons := reasons or [*_logsumexp_reasons(split, arrays)]:
+    reasons = [*_refusals_of_all_rows(split, direction, arrays), *call.refusals()]
+    if reasons := reasons or [*_logsumexp_refusals(split, arrays)]:
         raise NotSupported(reasons)
 
 
-def _reasons_of_all_rows(split: Split, direction: str, arrays: Arrays) -> list[str]:
+def _refusals_of_all_rows(split: Split, direction: str, arrays: Arrays) -> list[Refusal]:
     """Returns why one device would refuse the call on the rows of all ranks."""
     inputs = {}
     lengths = {} if split.options.sequences is None else split.options.sequences.arrays()
@@ -385,20 +342,17 @@ def _reasons_of_all_rows(split: Split, direction: str, arrays: Arrays) -> list[s
         problem_of(direction, inputs, split.options)
     except NotSupported as error:
         where = f"on the rows of {split.size} ranks: " if split.size > 1 else ""
-        return [where + reason for reason in error.reasons]
+        return [replace(refusal, field=f"{where}{refusal.field}") for refusal in error.refusals]
     return []
 
 
-def _logsumexp_reasons(split: Split, arrays: Arrays) -> Iterator[str]:
+def _logsumexp_refusals(split: Split, arrays: Arrays) -> Iterator[Refusal]:
     """Yields why logsumexp or its gradient is none that the forward of this call returns."""
     expected = split.logsumexp_shape(arrays)
     for name in OF_LOGSUMEXP:
         if name in arrays and (tuple(arrays[name].shape), str(arrays[name].dtype)) != (expected, "float32"):
-            source = "as attention_forward returns it; pass that array"
-            yield (
-                f"{name} has shape {tuple(arrays[name].shape)} and dtype {arrays[name].dtype}: must be {expected} "
-                f"float32, {source if name == 'logsumexp' else 'like logsumexp; pad it'}"
-            )
+            remedy = "pass that array of attention_forward" if name == "logsumexp" else "pad it like logsumexp"
+            yield refuse(name, arrays[name], f"must be {expected} float32", remedy)
 
 
 def _describe(split: Split, direction: str, arrays: Arrays) -> str:
@@ -469,10 +423,6 @@ def _on_host(group: Group, operands: dict[str, Any], compute: Any) -> Arrays:
             f"backend='reference' in a group of GPU {group.device}: must be a group of host memory; leave it out, or "
             "use cutlass_py_attn.distributed.simulated"
         )
-    not_numpy = [name for name, value in operands.items() if not isinstance(value, np.ndarray)]
-    if not_numpy:
-        raise NotSupported(
-            f"{', '.join(not_numpy)}: must be NumPy arrays for backend='reference'; copy them to the host"
-        )
+    check_is_numpy(operands)
     found: Arrays = compute(Host(group), operands)
     return found

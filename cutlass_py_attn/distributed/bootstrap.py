@@ -32,7 +32,7 @@ from typing import Any, Final
 from cutlass_py_attn.compilation.private_folder import read_private
 from cutlass_py_attn.distributed.communicator import PeerLost
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.refusals import Refusal, refuse
 
 VARIABLE: Final = "CUTLASS_PY_ATTN_SECRET"
 
@@ -77,7 +77,7 @@ def exchange_id(
 
     PeerLost: ranks did not come within `timeout` seconds. NotSupported: a wrong argument, or ranks disagree.
     """
-    if reasons := [*_objections(address), *_secret_objections(secret)]:
+    if reasons := [*_address_refusals(address), *_secret_refusals(secret)]:
         raise NotSupported(reasons)
     if size == 1:
         return create()
@@ -87,31 +87,33 @@ def exchange_id(
     return through(address, ranks, create)
 
 
-def _secret_objections(secret: object) -> Iterator[str]:
+def _secret_refusals(secret: object) -> Iterator[Refusal]:
     if secret is not None and not (isinstance(secret, str) and secret):  # an error does not repeat it
-        yield f"secret is {'empty' if secret == '' else f'a {type(secret).__name__}'}: must be a str, or None; pass one"
+        kind = "an empty str" if secret == "" else f"an object of {type(secret).__name__}"
+        yield Refusal("secret", kind, "must be a str with characters, or None", "pass one")
 
 
-def _objections(address: Any) -> Iterator[str]:
+def _address_refusals(address: Any) -> Iterator[Refusal]:
     if isinstance(address, str) and "/" in address:
         try:
             if "\0" in address:
                 raise ValueError("it has a zero byte")
             if address.endswith("/") or Path(address).is_dir():
-                yield f"address = {address!r}: must be a file, and not a folder; add the name of one"
+                yield refuse("address", address, "must be a file, and not a folder", "add the name of one")
             elif not Path(address).parent.is_dir():
-                yield f"address = {address!r}: must be a file in a folder that exists; create {Path(address).parent}"
+                remedy = f"create {Path(address).parent}"
+                yield refuse("address", address, "must be a file in a folder that exists", remedy)
         except (OSError, ValueError) as error:  # a name that is too long, for example
-            yield f"address = {address!r}: must be the path of a file ({error}); pass another one"
+            yield refuse("address", address, f"must be the path of a file ({error})", "pass another one")
         return
     port = address.rpartition(":")[2] if isinstance(address, str) else ""
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16 and str(address).rpartition(":")[0]):
-        yield f"address = {shown(address)}: must be host:port, or the path of a file with a '/' in it; pass one"
+        yield refuse("address", address, "must be host:port, or the path of a file with a '/' in it", "pass one")
         return
     try:
         _host_of(address).encode("idna")
     except UnicodeError as error:
-        yield f"address = {shown(address)}: must be host:port with the name of a host ({error}); correct it"
+        yield refuse("address", address, f"must be host:port with the name of a host ({error})", "correct it")
 
 
 _OTHER_SECRET: Final = f"a process there has another secret, or a wrong {VARIABLE}"

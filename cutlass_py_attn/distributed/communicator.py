@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.problem.scalars import number_of, shown
+from cutlass_py_attn.problem.scalars import number_of
+from cutlass_py_attn.refusals import Refusal, refuse
 
 DEFAULT_TIMEOUT: Final = 60.0  # seconds that ranks wait for each other
 _POLL_SECONDS: Final = 2e-3  # of a wait that looks again at once
@@ -58,12 +59,12 @@ class Communicator(Protocol):
         """Releases the communicator when no exchange is under way."""
 
 
-def timeout_objections(timeout: object) -> list[str]:
+def timeout_refusals(timeout: object) -> list[Refusal]:
     """Returns why a time limit is refused."""
     seconds = number_of(timeout) if isinstance(timeout, (int, float)) else None
     if seconds is not None and seconds > 0:
         return []
-    return [f"timeout = {shown(timeout)}: must be a number of seconds greater than 0; pass one"]
+    return [refuse("timeout", timeout, "must be a number of seconds greater than 0", "pass one")]
 
 
 def pause(start: float) -> None:

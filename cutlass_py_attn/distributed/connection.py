@@ -6,12 +6,13 @@ import time
 from typing import Any, Final
 
 from cutlass_py_attn.distributed import bootstrap, nccl
-from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, timeout_objections
+from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, timeout_refusals
 from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import split_rows
-from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.split_rows import ZIGZAG, order_objections
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.split_rows import ZIGZAG, order_refusals
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import driver
 
 _MOST_RANKS: Final = 2**31 - 1  # NCCL counts ranks by ints
@@ -40,7 +41,7 @@ def connect(
     NotSupported: a wrong argument, or ranks disagree. PeerLost: a rank did not come in time. NoDevice: nccl4py or
     libnccl is not installed or too old, or there is no GPU.
     """
-    if reasons := [*_rank_reasons(rank, size), *timeout_objections(timeout)]:
+    if reasons := [*_rank_refusals(rank, size), *timeout_refusals(timeout)]:
         raise NotSupported(reasons)
     nccl.bindings()
     ordinal = driver.current_ordinal() if device is None else driver.checked_ordinal(device)
@@ -60,11 +61,11 @@ def rows_of_rank(rank: int, size: int, num_rows: int, load_balance: str | None =
 
     NotSupported: the ranks do not divide the rows.
     """
-    reasons, count = [*_rank_reasons(rank, size), *order_objections(load_balance)], integer_of(num_rows)
+    reasons, count = [*_rank_refusals(rank, size), *order_refusals(load_balance)], integer_of(num_rows)
     if not reasons:
         parts = size * (2 if load_balance == ZIGZAG else 1)
         if count is None or count < 0 or count % parts:
-            reasons.append(f"num_rows = {shown(num_rows)}: must be a multiple of {parts}; pad the rows")
+            reasons.append(refuse("num_rows", num_rows, f"must be a multiple of {parts}", "pad the rows"))
     if reasons:
         raise NotSupported(reasons)
     assert count is not None
@@ -72,10 +73,10 @@ def rows_of_rank(rank: int, size: int, num_rows: int, load_balance: str | None =
     return tuple(slice(chunk.start, chunk.start + chunk.count) for chunk in chunks)
 
 
-def _rank_reasons(rank: Any, size: Any) -> list[str]:
+def _rank_refusals(rank: Any, size: Any) -> list[Refusal]:
     count, number = integer_of(size), integer_of(rank)
     if count is None or not 1 <= count <= _MOST_RANKS:
-        return [f"size = {shown(size)}: must be an int from 1 to {_MOST_RANKS}, the number of processes; pass it"]
+        return [refuse("size", size, f"must be an int from 1 to {_MOST_RANKS}, the number of processes", "pass it")]
     if number is None or not 0 <= number < count:
-        return [f"rank = {shown(rank)}: must be an int from 0 to {count - 1}, another one in each process; pass it"]
+        return [refuse("rank", rank, f"must be an int from 0 to {count - 1}, another one in each process", "pass it")]
     return []

@@ -14,7 +14,7 @@ import numpy as np
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.distributed.machine import Arrays, along
 from cutlass_py_attn.distributed.split import OF_KEY, OF_QUERY, Split, block, keys
-from cutlass_py_attn.problem.masks import CausalBottomRight, Full
+from cutlass_py_attn.problem.masks import CausalBottomRight
 from cutlass_py_attn.problem.split_rows import Chunk, is_causal, keys_around, window_of
 
 
@@ -125,7 +125,7 @@ def _reduce(split: Split, pairs: list[tuple[Any, Any]]) -> None:
 def _chunks(split: Split, operands: Arrays) -> list[Chunk]:
     """Returns the runs of rows that are one call each."""
     rows = operands["query"].shape[1]
-    if isinstance(split.options.mask, Full) and split.options.sequences is None:  # no position counts
+    if split.options.mask.form.sees_all and split.options.sequences is None:  # no position counts
         return [Chunk(0, rows, 0)]
     return split.chunks(rows, split.rank)
 
@@ -139,7 +139,7 @@ def _of_chunk(split: Split, whole: Arrays, chunk: Chunk, number: int | None) -> 
     if split.options.sequences is not None:
         return (*_of_documents(split, whole, chunk, number), (0, count))
     operands = split.rows(whole, chunk.first, chunk.count)
-    if isinstance(mask, Full):
+    if mask.form.sees_all:
         return split.options, operands, (0, count)
     first, last, mask = keys_around(mask, chunk.start, chunk.count, count)
     return split.with_options(mask=mask), keys(operands, first, last, first), (first, last)
@@ -152,7 +152,7 @@ def _of_documents(split: Split, whole: Arrays, chunk: Chunk, number: int | None)
     queries, starts = (np.asarray(it, np.int64) for it in (given.cu_seqlens_q, given.cu_seqlens_k))
     used = np.diff(starts) if given.seqused_k is None else np.asarray(given.seqused_k, np.int64)
     if is_causal(mask):
-        diagonal = used - np.diff(queries) if isinstance(mask, CausalBottomRight) else 0
+        diagonal = used - np.diff(queries) if mask.bottom_right else 0
         seen = np.minimum(queries[1:], chunk.start + chunk.count) - queries[:-1] + diagonal  # by its last row here
         used, mask = np.clip(seen, 0, used), CausalBottomRight(window_of(mask))
     lengths = {

@@ -12,26 +12,23 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.attention import AttentionRequest
+from cutlass_py_attn.api.calls import Kernels, default_kernels, prepare
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options
-from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.distributed.communicator import Message
 from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.distributed.machine import Arrays, Machine, along, as_options
 from cutlass_py_attn.distributed.views import View, dense_strides
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.merge import MAX_HEAD_DIM, OUTPUTS, MergeProblem
-from cutlass_py_attn.runtime import arrays, driver, fill, lifetimes
-from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
+from cutlass_py_attn.runtime import arrays, driver, lifetimes
+from cutlass_py_attn.runtime.binding import Bound, bind_problem
 
 _INFINITY: Final = 0x7F800000  # float32 bits
 _LARGEST_PITCH: Final = 2**31 - 1  # bytes between two rows of a copy; CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU
 MAX_MERGES: Final = 256  # layouts of totals and parts, each with one source of kernels on one GPU
-_Kernels = Callable[[Build], Artifact]
-_merges: LruCache[tuple[Bound, _Kernels | None]] = LruCache(MAX_MERGES)  # with `kernels`, whose id is part of the key
+_merges: LruCache[tuple[Bound, Kernels | None]] = LruCache(MAX_MERGES)  # with `kernels`, whose id is part of the key
 
 
 class CapturedStream(NotSupported):
@@ -51,7 +48,7 @@ class Gpu(Machine):
         results: arrays.OutputArrays,
         gpu: driver.Device,
         stream: int,
-        kernels: _Kernels | None,
+        kernels: Kernels | None,
     ) -> None:
         super().__init__(group)
         self._results, self._gpu, self.stream = results, gpu, stream
@@ -98,21 +95,12 @@ class Gpu(Machine):
     def _launch(self, direction: str, options: Options, operands: Arrays, outputs: dict[str, View]) -> Arrays:
         """Launches the kernels of one call and returns its results by name. outputs: arrays for some of them."""
         inputs = {name: view.array for name, view in {**operands, **outputs}.items()}
-        call = attention.prepare(direction, inputs, options, self._gpu.ordinal, ())
-        problem, found = call.problem, dict(outputs)
-        if call.bound is None and not call.is_empty:
-            call.bound = attention.bind_kernels(problem, self._gpu.ordinal, options.kernels)
-        for name, tensor in call.new_outputs.items():
-            found[name] = self.empty(tensor.shape, tensor.dtype)
-        pointers = {name: view.pointer for name, view in {**operands, **found}.items()}
-        if call.is_empty or problem.has_ragged_rows:
-            fill.fill(problem, pointers, self.stream)
-        if call.bound is not None:
-            if problem.dropout_p and options.dropout is not None:
-                dropout = options.dropout
-                pointers |= {"philox_seed": dropout.philox_seed, "philox_offset": dropout.philox_offset}
-            call.bound(pointers, self.stream)
-        return found
+        request = AttentionRequest(direction, {}, options)
+        call = prepare(request, inputs, self._gpu)
+        results = {name: self.empty(tensor.shape, tensor.dtype) for name, tensor in call.results.items()}
+        pointers = {name: view.pointer for name, view in {**operands, **outputs, **results}.items()}
+        call({**pointers, **request.numbers}, self.stream)
+        return {**outputs, **results}
 
     def merge(self, total: View, logsumexp: View, part: View, logsumexp_part: View) -> View:
         problem = MergeProblem(total.tensor, part.tensor, total.tensor, logsumexp.tensor, logsumexp_part.tensor)
@@ -128,10 +116,7 @@ class Gpu(Machine):
         key = problem, self._gpu.ordinal, id(self._kernels)
         found = _merges.get(key)
         if found is None:
-            problem.check()
-            plan = plan_merge(problem, portable_arch(self._gpu.compute_capability))
-            artifact = (self._kernels or attention.default_kernels())(plan.build)
-            found = bind(artifact, plan, device=self._gpu.ordinal), self._kernels
+            found = bind_problem(problem, self._kernels or default_kernels(), self._gpu.ordinal), self._kernels
             _merges.put(key, found)
         return found[0]
 

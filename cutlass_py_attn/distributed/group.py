@@ -17,11 +17,12 @@ from cutlass_py_attn.distributed.communicator import (
     PeerLost,
     not_in_time,
     pause,
-    timeout_objections,
+    timeout_refusals,
 )
 from cutlass_py_attn.distributed.views import View
 from cutlass_py_attn.errors import AttentionError, NotSupported
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.refusals import refuse
 from cutlass_py_attn.runtime import driver
 
 _METHODS: Final = ("exchange", "failure", "abort", "close")
@@ -47,18 +48,16 @@ class Group:
         missing = [name for name in ("rank", "size", "device", *_METHODS) if not hasattr(communicator, name)]
         if missing:
             reasons.append(
-                f"communicator = {shown(communicator)}: must have {', '.join(missing)}; pass one that connect returns"
+                refuse("communicator", communicator, f"must have {', '.join(missing)}", "pass one that connect returns")
             )
-        reasons += timeout_objections(timeout)
+        reasons += timeout_refusals(timeout)
         if not isinstance(check_calls, bool):
-            reasons.append(f"check_calls = {shown(check_calls)}: must be True or False; pass one of them")
+            reasons.append(refuse("check_calls", check_calls, "must be True or False", "pass one of them"))
         if not missing:
             rank, size = integer_of(communicator.rank), integer_of(communicator.size)
             if rank is None or size is None or not 0 <= rank < size:
-                reasons.append(
-                    f"communicator has rank {communicator.rank} of {communicator.size}: must be from 0 to size - 1; "
-                    "correct it"
-                )
+                rule = f"must be from 0 to size - 1, of size {communicator.size}"
+                reasons.append(refuse("communicator.rank", communicator.rank, rule, "correct it"))
         if reasons:
             raise NotSupported(reasons)
         self.communicator = communicator

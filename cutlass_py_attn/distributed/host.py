@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cutlass_py_attn.api import cpu_backend
+from cutlass_py_attn.api.attention import AttentionRequest
 from cutlass_py_attn.api.options import Options
 from cutlass_py_attn.distributed.communicator import Message
 from cutlass_py_attn.distributed.machine import Arrays, Machine, as_options
@@ -37,17 +38,14 @@ class Host(Machine):
         logsumexp[...] = np.inf
 
     def forward(self, options: Options, operands: Arrays, output: Any = None) -> Arrays:
-        given = as_options(options, operands, out=None, grad_logsumexp=None)
-        found, logsumexp = cpu_backend.forward(_among(operands, given), given)
-        if output is not None:
-            output[...] = found
-        return {"output": found if output is None else output, "logsumexp": logsumexp}
+        given = as_options(options, operands, out=output, grad_logsumexp=None)
+        return cpu_backend.compute(AttentionRequest("forward", operands, given))
 
     def backward(self, options: Options, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
         changes = {"out": None, "gradients": gradients, "grad_logsumexp": operands.get("grad_logsumexp")}
         given = as_options(options, operands, **changes)
-        found = cpu_backend.backward(_among(operands, given), given)
-        return {name: getattr(found, name) for name in gradients}
+        found = cpu_backend.compute(AttentionRequest("backward", operands, given))
+        return {name: found[f"grad_{name}"] for name in gradients}
 
     def merge(self, total: Any, logsumexp: Any, part: Any, logsumexp_part: Any) -> Any:
         output, merged = serving.merge(total, logsumexp, part, logsumexp_part)
@@ -61,8 +59,3 @@ class Host(Machine):
     def start(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
         self.group.exchange(sends, receives)
         return lambda: None
-
-
-def _among(operands: Arrays, options: Options) -> Arrays:
-    """Returns the operands with the arrays of the options, such as lengths."""
-    return {**operands, **options.arrays()}

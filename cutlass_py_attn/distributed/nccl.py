@@ -18,7 +18,7 @@ from typing import Any, Final
 from cutlass_py_attn import extras
 from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Message, PeerLost, not_in_time, pause
 from cutlass_py_attn.errors import DriverError, NoDevice, NotSupported
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.refusals import refuse
 from cutlass_py_attn.runtime import driver
 
 MINIMUM_VERSION: Final = (2, 28)  # the oldest that was tried
@@ -121,7 +121,7 @@ class NcclCommunicator:
         missing = [name for name in names if not hasattr(communicator, name)]
         if missing or not communicator.ptr:
             raise NotSupported(
-                f"communicator = {shown(communicator)}: must be an open nccl.core.Communicator; create one with init"
+                refuse("communicator", communicator, "must be an open nccl.core.Communicator", "create one with init")
             )
         handle = bindings().Comm(int(communicator.ptr))
         device = int(communicator.device.device_id)

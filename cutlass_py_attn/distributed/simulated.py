@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 from cutlass_py_attn.distributed.communicator import DEFAULT_TIMEOUT, Message, PeerLost
 from cutlass_py_attn.distributed.group import Group
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.refusals import refuse
 from cutlass_py_attn.runtime import driver
 
 Result = TypeVar("Result")
@@ -99,7 +100,7 @@ def groups(size: int, device: int | None = None, timeout: float = DEFAULT_TIMEOU
     """
     count = integer_of(size)
     if count is None or not 1 <= count <= _MOST_RANKS:
-        raise NotSupported(f"size = {shown(size)}: must be an int from 1 to {_MOST_RANKS}, a thread each; correct it")
+        raise NotSupported(refuse("size", size, f"must be an int from 1 to {_MOST_RANKS}, a thread each", "correct it"))
     ordinal = None if device is None else driver.checked_ordinal(device)
     mailboxes = _Mailboxes(count)
     ranks = (SimulatedCommunicator(mailboxes, rank, count, ordinal) for rank in range(count))

@@ -10,10 +10,10 @@ from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.line_info import LineInfo, compile_with_line_info
 from cutlass_py_attn.inspection.occupancy import occupancy
-from cutlass_py_attn.plan import abi, entry_points, launch_rules
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import STEPS, Build
+from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.smem_maps import STEPS
 
 Json = dict[str, Any]
 
@@ -117,7 +117,7 @@ def _resources(subject: InspectedKernel, entry: Kernel) -> Json:
 
 def _launch(subject: InspectedKernel, entry: Kernel) -> Json:
     build = subject.artifact.build
-    cluster_size = build.body.cluster if entry.symbol == entry_points.entries(build).get("main") else 1
+    cluster_size = build.cluster if entry.symbol == entry_points.entries(build).get("main") else 1
     grid = list(map(str, launch_rules.grid(build, entry.symbol)))
     return {"kernel": entry.symbol, "block": [entry.threads, 1, 1], "cluster": [cluster_size, 1, 1], "grid": grid}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.integers import ceil_div, round_up
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch.arch import architecture
 
 _KIB: Final = 1024
 WARP_THREADS: Final = 32

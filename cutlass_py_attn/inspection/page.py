@@ -11,7 +11,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.drawing import colour_of, shared_memory_svg, steps_svg
 from cutlass_py_attn.inspection.facts import InspectedKernel, facts
-from cutlass_py_attn.plan.smem_maps import STEPS
+from cutlass_py_attn.launch.build import STEPS
 
 TEMPLATE = "page.html.j2"
 

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cutlass_py_attn.api import cpu_backend, request
+from cutlass_py_attn.api import cpu_backend
+from cutlass_py_attn.api.attention import AttentionRequest, problem_of
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.jax import auto, host_threads, partition, primitive
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.rows import Context
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
@@ -74,7 +75,7 @@ class Call:
             inputs |= {"philox_seed": scalar, "philox_offset": scalar}
             dropout = Dropout(self.dropout_p, scalar, scalar)
         options = self._options(dropout, self._sequences(inputs), gradients, inputs)
-        return request.problem_of("backward" if gradients else "forward", inputs, options)[0]
+        return problem_of("backward" if gradients else "forward", inputs, options)[0]
 
     def options(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Options:
         """Returns the options of the CPU backend for these NumPy operands."""
@@ -216,8 +217,4 @@ def _on_host(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays
     arrays = {name: np.asarray(array) for name, array in operands.items()}
     options = call.options(arrays, gradients)
     arrays.pop(PHILOX, None)
-    if not gradients:
-        output, logsumexp = cpu_backend.forward(arrays, options)
-        return {"output": output, "logsumexp": logsumexp}
-    computed = cpu_backend.backward(arrays, options)
-    return {f"grad_{name}": getattr(computed, name) for name in gradients}
+    return cpu_backend.compute(AttentionRequest("backward" if gradients else "forward", arrays, options))

@@ -26,7 +26,7 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.jax.call_primitive import bind
 from cutlass_py_attn.jax.calls import RESULTS, Call
 from cutlass_py_attn.jax.rows import Context
-from cutlass_py_attn.problem.masks import CausalBottomRight, Full, Mask
+from cutlass_py_attn.problem.masks import CausalBottomRight, Mask
 from cutlass_py_attn.problem.split_rows import RING, Chunk, Ring, RingTile, is_causal, keys_around, window_of
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 
@@ -136,7 +136,7 @@ def _with_all_keys(context: Context, operands: Arrays) -> Arrays:
 def _chunks(context: Context, call: Call, operands: Arrays, device: Any = 0) -> list[Chunk]:
     """Returns the runs of rows that are one call each."""
     rows = operands["query"].shape[1]
-    if isinstance(call.mask, Full) and call.max_seqlens is None:  # no position counts
+    if call.mask.form.sees_all and call.max_seqlens is None:  # no position counts
         return [Chunk(0, rows, 0)]
     return context.chunks(rows, device)
 
@@ -147,7 +147,7 @@ def _of_chunk(context: Context, call: Call, whole: Arrays, number: int, gradient
     if call.max_seqlens is not None:
         return _of_documents(call, whole, chunk, number, gradients)
     operands = _rows(whole, chunk.first, chunk.count)
-    if isinstance(call.mask, Full):
+    if call.mask.form.sees_all:
         return _run(call, operands, gradients)
     if is_causal(call.mask):
         return _with_keys_until(call, operands, chunk.start + chunk.count, gradients)
@@ -214,7 +214,7 @@ def _of_documents(call: Call, whole: Arrays, chunk: Chunk, number: int, gradient
     operands["cu_seqlens_q"] = jnp.clip(queries - chunk.start, 0, chunk.count).astype(jnp.int32)
     if is_causal(call.mask):
         used = jnp.minimum(queries[1:], chunk.start + chunk.count) - queries[:-1]  # up to its last row here
-        if isinstance(call.mask, CausalBottomRight):
+        if call.mask.bottom_right:
             used += whole.get("seqused_k", keys[1:] - keys[:-1]) - (queries[1:] - queries[:-1])
         call = dataclasses.replace(call, mask=CausalBottomRight(window_of(call.mask)))
         operands["seqused_k"] = jnp.maximum(used, 0).astype(jnp.int32)

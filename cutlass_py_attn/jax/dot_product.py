@@ -14,7 +14,8 @@ from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import partition, sizes
 from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import FLAG
+from cutlass_py_attn.refusals import Refusal, refuse
 
 KEYWORDS: Final = (  # of dot_product_attention, besides the options of `attention`
     *("bias", "mask", "scale", "is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size"),
@@ -67,15 +68,14 @@ class Arguments:
     key_value_seq_lengths: Any
     local_window_size: Any
 
-    def translate(self, reasons: list[str]) -> Translated:
-        """Returns the call; NotSupported lists every wrong argument. reasons: why other arguments are refused."""
+    def translate(self, others: list[Refusal]) -> Translated:
+        """Returns the call; NotSupported lists every wrong argument. others: why other arguments are refused."""
         arguments = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if symbolic := [*sizes.objections(arguments)]:
-            raise NotSupported([*reasons, *symbolic])
+        if symbolic := [*sizes.refusals(arguments)]:
+            raise NotSupported([*others, *symbolic])
         checks = self._wrong_arrays, self._wrong_lengths, self._wrong_window
-        reasons = [*reasons, *(reason for check in checks for reason in check())]
-        if reasons:
-            raise NotSupported(reasons)
+        if refusals := [*others, *(refusal for check in checks for refusal in check())]:
+            raise NotSupported(refusals)
         arrays = {name: _four_axes(getattr(self, name)) for name in ("query", "key", "value", "bias", "mask")}
         query, key, value = (arrays[name] for name in ("query", "key", "value"))
         lengths = None if self.key_value_seq_lengths is None else jnp.asarray(self.key_value_seq_lengths)
@@ -129,32 +129,28 @@ class Arguments:
         left, right = given if isinstance(given, tuple) else (given, given)
         return int(left), int(right)
 
-    def _wrong_arrays(self) -> Iterator[str]:
+    def _wrong_arrays(self) -> Iterator[Refusal]:
         for name in ("query", "key", "value"):
-            if (rank := _rank(getattr(self, name))) not in (3, 4):
-                yield (
-                    f"{name} = {shown(getattr(self, name))}: must be an array (batch, length, heads, head_dim), or "
-                    f"without the batch; it has {'no' if rank is None else rank} axes; reshape it"
-                )
+            given = getattr(self, name)
+            if (rank := _rank(given)) not in (3, 4):
+                axes = "no" if rank is None else rank
+                rule = f"must be an array (batch, length, heads, head_dim), or without the batch; it has {axes} axes"
+                yield refuse(name, given, rule, "reshape it")
         for name in ("bias", "mask"):
             given = getattr(self, name)
             if given is not None and ((rank := _rank(given)) is None or rank > 4):
-                yield f"{name} = {shown(given)}: must be an array of at most 4 axes, or None; reshape it"
+                yield refuse(name, given, "must be an array of at most 4 axes, or None", "reshape it")
         if _rank(self.bias) is not None and jnp.asarray(self.bias).dtype == bool:
-            yield (
-                f"bias = {shown(self.bias)}: must be of floating point, for a bias is added, and True would add 1; "
-                "pass it as mask, True where a key is visible"
-            )
+            rule = "must be of floating point, for a bias is added, and True would add 1"
+            yield refuse("bias", self.bias, rule, "pass it as mask, True where a key is visible")
         yield from self._wrong_broadcasts()
         if _rank(self.mask) is not None and jnp.asarray(self.mask).dtype != bool:
-            yield (
-                f"mask = {shown(self.mask)}: must be bool, True where a key is visible; pass mask.astype(bool) of ones "
-                "and zeros, or as bias what is to be added to the scores"
-            )
+            remedy = "pass mask.astype(bool) of ones and zeros, or as bias what is to be added to the scores"
+            yield refuse("mask", self.mask, "must be bool, True where a key is visible", remedy)
         if not isinstance(self.is_causal, bool):
-            yield f"is_causal = {shown(self.is_causal)}: must be True or False; pass one of them"
+            yield FLAG.refusal("is_causal", self.is_causal)
 
-    def _wrong_broadcasts(self) -> Iterator[str]:
+    def _wrong_broadcasts(self) -> Iterator[Refusal]:
         if any(_rank(array) not in (3, 4) for array in (self.query, self.key)):
             return
         (batch, rows, heads, _), (_, keys, _, _) = (_four_axes(array).shape for array in (self.query, self.key))
@@ -165,12 +161,10 @@ class Arguments:
                 continue
             shape = _four_axes(given).shape
             if any(size not in (1, whole) for size, whole in zip(shape, scores, strict=True)):
-                yield (
-                    f"{name} has shape {jnp.shape(given)}: must broadcast to {scores}, (batch, num_heads, num_queries, "
-                    "num_keys); reshape it"
-                )
+                rule = f"must broadcast to {scores}, (batch, num_heads, num_queries, num_keys)"
+                yield refuse(f"{name}.shape", jnp.shape(given), rule, "reshape it")
 
-    def _wrong_lengths(self) -> Iterator[str]:
+    def _wrong_lengths(self) -> Iterator[Refusal]:
         rank = _rank(self.query)
         batch = jnp.shape(self.query)[0] if rank == 4 else 1
         for name in ("query_seq_lengths", "key_value_seq_lengths"):
@@ -178,16 +172,14 @@ class Arguments:
             if given is None:
                 continue
             if _rank(given) != 1 or not _is_integer(given) or (rank in (3, 4) and jnp.shape(given) != (batch,)):
-                yield f"{name} = {shown(given)}: must be an integer array of shape ({batch},); convert it"
+                yield refuse(name, given, f"must be an integer array of shape ({batch},)", "convert it")
 
-    def _wrong_window(self) -> Iterator[str]:
+    def _wrong_window(self) -> Iterator[Refusal]:
         given = self.local_window_size
         edges = given if isinstance(given, tuple) and len(given) == 2 else (given,)
         if given is not None and not all(_is_size(edge) for edge in edges):
-            yield (
-                f"local_window_size = {shown(given)}: must be an int of at least 0, or (left, right) of two, or None; "
-                "correct it"
-            )
+            rule = "must be an int of at least 0, or (left, right) of two, or None"
+            yield refuse("local_window_size", given, rule, "correct it")
 
 
 def _rank(array: Any) -> int | None:

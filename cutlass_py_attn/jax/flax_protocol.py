@@ -13,7 +13,8 @@ import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import dot_product
-from cutlass_py_attn.problem.scalars import flag_of, number_of, shown
+from cutlass_py_attn.problem.scalars import DROPOUT_P, FLAG, flag_of, number_of
+from cutlass_py_attn.refusals import Refusal, refuse
 
 # Precisions by the names that JAX gives them; the kernels multiply float32 as three products of TF32.
 _PRECISIONS: Final = {
@@ -22,11 +23,12 @@ _PRECISIONS: Final = {
     **dict.fromkeys(("highest", "float32", jax.lax.Precision.HIGHEST), "highest"),
 }
 # Arguments that replace a product or read the weights, neither of which exists outside of the kernels.
+_OWN_PRODUCTS: Final = "the kernels have products of their own"
 _REPLACED: Final = {
-    "module": "its weights would be sown, which no kernel stores; call the module with sow_weights=False",
-    "einsum_dot_general": "the kernels have products of their own; leave it out",
-    "qk_attn_weights_einsum": "the kernels have products of their own; leave qk_attn_weights_einsum_cls out",
-    "attn_weights_value_einsum": "the kernels have products of their own; leave attn_weights_value_einsum_cls out",
+    "module": ("its weights would be sown, which no kernel stores", "call the module with sow_weights=False"),
+    "einsum_dot_general": (_OWN_PRODUCTS, "leave it out"),
+    "qk_attn_weights_einsum": (_OWN_PRODUCTS, "leave qk_attn_weights_einsum_cls out"),
+    "attn_weights_value_einsum": (_OWN_PRODUCTS, "leave attn_weights_value_einsum_cls out"),
 }
 
 
@@ -55,16 +57,15 @@ class Arguments:
 
     def attend(self, attention: Callable[..., Any], options: Mapping[str, Any]) -> Any:
         """Returns the output of dot_product_attention, `attention`; NotSupported lists every wrong argument."""
-        reasons = [*self._wrong_arrays()]
-        if reasons:
-            raise NotSupported([*reasons, *self._objections(None)])
+        if wrong := [*self._wrong_arrays()]:
+            raise NotSupported([*wrong, *self._refusals(None)])
         arrays = self._promoted()
         batch = arrays[0].shape[:-3]
         query, key, value = (array.reshape(-1, *array.shape[-3:]) if len(batch) > 1 else array for array in arrays)
         bias = None if self.bias is None else _with_one_batch_axis(jnp.asarray(self.bias), batch)
         mask = None if self.mask is None else _with_one_batch_axis(jnp.asarray(self.mask).astype(bool), batch)
-        if reasons := [*self._objections(query.dtype)]:
-            dot_product.Arguments(query, key, value, bias, mask, self.is_causal, None, None, None).translate(reasons)
+        if refusals := [*self._refusals(query.dtype)]:
+            dot_product.Arguments(query, key, value, bias, mask, self.is_causal, None, None, None).translate(refusals)
         if self._drops:
             options = {**options, "dropout_p": number_of(self.dropout_rate), "dropout_key": self.dropout_rng}
         output = attention(query, key, value, bias, mask, is_causal=self.is_causal, **options)
@@ -84,64 +85,59 @@ class Arguments:
             query, key, value = (jnp.asarray(array).astype(dtype) for array in arrays)
         return query, key, value
 
-    def _wrong_arrays(self) -> Iterator[str]:
+    def _wrong_arrays(self) -> Iterator[Refusal]:
         for name in ("query", "key", "value"):
             array = getattr(self, name)
             if not hasattr(array, "dtype") or len(getattr(array, "shape", ())) < 3:
-                yield (
-                    f"{name} = {shown(array)}: must be an array (batch..., length, num_heads, head_dim); reshape or "
-                    "convert it"
-                )
+                rule = "must be an array (batch..., length, num_heads, head_dim)"
+                yield refuse(name, array, rule, "reshape or convert it")
         for name in ("bias", "mask"):
             array = getattr(self, name)
             if array is not None and not hasattr(array, "dtype"):
-                yield f"{name} = {shown(array)}: must be an array, or None; convert it"
+                yield refuse(name, array, "must be an array, or None", "convert it")
         if _has_other_numbers(self.mask):
-            yield (
-                f"mask = {shown(self.mask)}: must be bool, or of ones and zeros as Flax makes masks; pass mask > 0 "
-                "if a positive number means visible, or as bias what is to be added to the scores"
-            )
+            rule = "must be bool, or of ones and zeros as Flax makes masks"
+            remedy = "pass mask > 0 if a positive number means visible, or as bias what is to be added to the scores"
+            yield refuse("mask", self.mask, rule, remedy)
 
-    def _objections(self, dtype: Any) -> Iterator[str]:
+    def _refusals(self, dtype: Any) -> Iterator[Refusal]:
         """Yields why arguments beside the arrays are refused. dtype: of the operands; None if they are wrong."""
-        for name, remedy in _REPLACED.items():
+        for name, (reason, remedy) in _REPLACED.items():
             if getattr(self, name) is not None:
-                yield f"{name} = {shown(getattr(self, name))}: must be None, because {remedy}"
+                yield refuse(name, getattr(self, name), f"must be None, because {reason}", remedy)
         for name in ("broadcast_dropout", "deterministic", "force_fp32_for_softmax"):
             if flag_of(getattr(self, name)) is None:
-                yield f"{name} = {shown(getattr(self, name))}: must be True or False; pass one of them"
+                yield FLAG.refusal(name, getattr(self, name))
         rate = number_of(self.dropout_rate)
         if rate is None or not 0 <= rate <= 1:
-            yield f"dropout_rate = {shown(self.dropout_rate)}: must be a probability from 0 to 1; pass a float"
+            yield DROPOUT_P.refusal("dropout_rate", self.dropout_rate)
         elif self._drops:
             if flag_of(self.broadcast_dropout):
-                yield (
-                    f"broadcast_dropout = True with dropout_rate = {rate}: must be False, because the kernels drop "
-                    "weights of each batch and head by themselves; pass broadcast_dropout=False to the module"
+                rule = (
+                    f"must be False with dropout_rate = {rate}, because the kernels drop weights of each batch and "
+                    "head by themselves"
                 )
+                yield refuse("broadcast_dropout", True, rule, "pass broadcast_dropout=False to the module")
             if self.dropout_rng is None:
-                yield (
-                    f"dropout_rng = None with dropout_rate = {rate}: must be a key of jax.random; pass one, or "
-                    "deterministic=True for no dropout"
-                )
+                rule = f"must be a key of jax.random with dropout_rate = {rate}"
+                yield refuse("dropout_rng", None, rule, "pass one, or deterministic=True for no dropout")
         yield from self._wrong_precision(dtype)
 
-    def _wrong_precision(self, dtype: Any) -> Iterator[str]:
+    def _wrong_precision(self, dtype: Any) -> Iterator[Refusal]:
         parts = self.precision if isinstance(self.precision, tuple) else (self.precision,)
         try:
             found = {_PRECISIONS.get(part) for part in parts}
         except TypeError:  # an unhashable value
             found = {None}
         if None in found:
-            yield (
-                f"precision = {shown(self.precision)}: must be None or a jax.lax.Precision, because the kernels have "
-                "products of their own; leave it out"
-            )
+            rule = f"must be None or a jax.lax.Precision, because {_OWN_PRODUCTS}"
+            yield refuse("precision", self.precision, rule, "leave it out")
         elif "highest" in found and dtype == jnp.float32:
-            yield (
-                f"precision = {shown(self.precision)} of float32: must be None, DEFAULT or HIGH, because the kernels "
-                "compute a product of float32 by three of TF32; leave it out"
+            rule = (
+                "must be None, DEFAULT or HIGH with float32, because the kernels compute a product of float32 by three "
+                "of TF32"
             )
+            yield refuse("precision", self.precision, rule, "leave it out")
 
 
 def _has_other_numbers(mask: Any) -> bool:

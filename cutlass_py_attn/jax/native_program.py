@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.jax import handler
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES

@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import sizes
-from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.split_rows import ZIGZAG
+from cutlass_py_attn.refusals import Refusal, refuse
 
 Axis = str | tuple[str, ...] | None
 
@@ -63,14 +63,14 @@ def attend(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     rows = options.get("context_axis")
-    if reasons := [*_axis_objections(mesh, {"context_axis": rows, "batch_axis": batch_axis, "heads_axis": heads_axis})]:
-        raise NotSupported(reasons)
+    if refusals := [*_axis_refusals(mesh, {"context_axis": rows, "batch_axis": batch_axis, "heads_axis": heads_axis})]:
+        raise NotSupported(refusals)
     assert isinstance(rows, str)
     layout = Layout(mesh, batch_axis, rows, heads_axis)
     arrays = {name: jnp.asarray(array) for name, array in operands.items()}
     arrays |= {name: jnp.asarray(options[name]) for name in _SPLIT_ARRAYS if options.get(name) is not None}
-    if reasons := [*sizes.objections(arrays)] or [*_objections(layout, arrays, options)]:
-        raise NotSupported(reasons)
+    if refusals := [*sizes.refusals(arrays)] or [*_refusals(layout, arrays, options)]:
+        raise NotSupported(refusals)
     fixed = {name: value for name, value in options.items() if name not in arrays}
     specs = {name: layout.spec(name, array) for name, array in arrays.items()}
     if AxisType.Explicit in mesh.axis_types:
@@ -97,10 +97,10 @@ def _names(axis: Axis) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def _axis_objections(mesh: Any, axes: Mapping[str, Any]) -> Iterator[str]:
+def _axis_refusals(mesh: Any, axes: Mapping[str, Any]) -> Iterator[Refusal]:
     known = getattr(mesh, "axis_names", ())
     if not known:
-        yield f"mesh = {shown(mesh)}: must be a jax.sharding.Mesh, or None inside jax.set_mesh(mesh); pass one"
+        yield refuse("mesh", mesh, "must be a jax.sharding.Mesh, or None inside jax.set_mesh(mesh)", "pass one")
         return
     used: dict[str, str] = {}
     for option, given in axes.items():
@@ -108,44 +108,41 @@ def _axis_objections(mesh: Any, axes: Mapping[str, Any]) -> Iterator[str]:
         names = given if is_several else () if given is None and option != "context_axis" else (given,)
         for name in names:
             if name not in known:
-                yield f"{option} = {shown(given)}: must be of the mesh's axes, {', '.join(known)}; choose one"
+                yield refuse(option, given, f"must be of the mesh's axes, {', '.join(known)}", "choose one")
             elif name in used:
-                yield f"{option} = {shown(given)}: must be another axis than {used[name]}; choose one"
+                yield refuse(option, given, f"must be another axis than {used[name]}", "choose one")
             else:
                 used[name] = option
 
 
-def _objections(layout: Layout, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    if any(arrays[name].ndim != 4 for name in ("query", "key", "value")):
-        yield "query, key and value: must be arrays (batch, rows, heads, head_dim); reshape them"
+def _refusals(layout: Layout, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Refusal]:
+    ranks = [name for name in ("query", "key", "value") if arrays[name].ndim != 4]
+    if ranks:
+        for name in ranks:
+            yield refuse(f"{name}.shape", arrays[name].shape, "must be (batch, rows, heads, head_dim)", "reshape it")
         return
     chunks = 2 if options.get("load_balance") == ZIGZAG else 1
     for name in ("query", "key", "value"):
         batch, rows, heads, _ = arrays[name].shape
         parts = chunks * layout.size(layout.rows)
         if rows % parts:
-            yield (
-                f"{name} has {rows} rows, split over {layout.rows} ({layout.size(layout.rows)} devices"
-                f"{', two chunks each' if chunks > 1 else ''}): must be a multiple of {parts}; pad the rows"
-            )
+            each = ", two chunks each" if chunks > 1 else ""
+            rule = f"must be a multiple of {parts}, split over {layout.rows} ({layout.size(layout.rows)} devices{each})"
+            yield refuse(f"rows of {name}", rows, rule, "pad the rows")
         for what, count, axis in (("batch", batch, layout.batch), ("heads", heads, layout.heads)):
-            if count % layout.size(axis):
-                yield (
-                    f"{name} has {what} {count}, split over {', '.join(_names(axis))} ({layout.size(axis)} devices): "
-                    f"must be a multiple of {layout.size(axis)}; use fewer devices for it"
-                )
-    yield from _term_objections(arrays)
+            if count % (number := layout.size(axis)):
+                rule = f"must be a multiple of {number}, split over {', '.join(_names(axis))} ({number} devices)"
+                yield refuse(f"{what} of {name}", count, rule, "use fewer devices for it")
+    yield from _term_refusals(arrays)
     if layout.size(layout.batch) * layout.size(layout.heads) == 1:
         return
     for name, default in (("dropout_p", 0.0), ("score_terms", {}), ("sequences", None)):
-        if options.get(name, default) != default:
-            yield (
-                f"{name} with batch_axis or heads_axis: must be absent, for a device counts its own batches and heads; "
-                "split the rows alone"
-            )
+        if (given := options.get(name, default)) != default:
+            rule = "must be absent with batch_axis or heads_axis, for a device counts its own batches and heads"
+            yield refuse(name, given, rule, "split the rows alone")
 
 
-def _term_objections(arrays: Mapping[str, Any]) -> Iterator[str]:
+def _term_refusals(arrays: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yields why a bias, slopes or sinks do not fit; jax.shard_map would name neither the array nor the axis."""
     (batch, rows, heads, _), keys = arrays["query"].shape, arrays["key"].shape[1]
     allowed: dict[str, list[tuple[int, ...]]] = {
@@ -163,4 +160,4 @@ def _term_objections(arrays: Mapping[str, Any]) -> Iterator[str]:
         else:
             fits = found in shapes
         if not fits:
-            yield f"{name} has shape {found}: must be {must}; reshape it"
+            yield refuse(f"{name}.shape", found, f"must be {must}", "reshape it")

@@ -18,10 +18,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax.handler import PHILOX
+from cutlass_py_attn.problem import operands
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import CACHED, KEY_ROPE
-from cutlass_py_attn.score_terms import registry
+from cutlass_py_attn.problem.tensors import CACHED
 
 Arrays = dict[str, Any]
 Axes = tuple[str, ...]
@@ -29,20 +29,6 @@ Axes = tuple[str, ...]
 BATCH: Final = "batch"
 HEADS: Final = "num_heads"
 HEADS_KEY: Final = "num_heads_key"
-_QUERY: Final = (BATCH, "num_queries", HEADS, "head_dim")
-_OUTPUT: Final = (BATCH, "num_queries", HEADS, "head_dim_value")
-_AXES: Final = {
-    "query": _QUERY,
-    "key": (BATCH, "num_keys", HEADS_KEY, "head_dim"),
-    "value": (BATCH, "num_keys", HEADS_KEY, "head_dim_value"),
-    KEY_ROPE: (BATCH, "num_keys", HEADS_KEY, "rope_columns"),
-    "output": _OUTPUT,
-    "grad_output": _OUTPUT,
-    "logsumexp": (BATCH, HEADS, "padded_queries"),
-    "grad_logsumexp": (BATCH, HEADS, "padded_queries"),
-    "bias": (BATCH, HEADS, "num_queries", "num_keys"),
-}
-_CODES: Final = (BATCH, "num_keys", HEADS_KEY, "code_columns")  # key and value of a latent cache with key_rope
 
 
 def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
@@ -51,40 +37,10 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     An axis of size 1 over which a bias broadcasts is not split. With variable lengths no axis is called BATCH: the
     sequences follow each other in one axis. With pages neither, because every sequence may use any page of a pool.
     """
-    role = name if name in _AXES else name.removeprefix("grad_")
-    vectors = {term.vector.name: term.vector for term in registry.terms() if term.vector is not None}
-    found: Axes
-    if role in ("key", "value") and problem.key_rope is not None:
-        found = _CODES
-    elif role in _AXES:
-        found = _AXES["key" if role == "value" and problem.value_in_key else role]
-    elif role in SCALES:
-        found = _axes_of_scale(role, shape, problem)
-    elif role in vectors:
-        found = tuple(vectors[role].axes_of(len(shape)))
-    else:  # lengths of sequences, and where the random numbers start
-        found = tuple(f"{role}_{axis}" for axis in range(len(shape)))
-    if role == "bias":
-        found = tuple(f"bias_{axis}" if size == 1 else axis for axis, size in zip(found, shape, strict=True))
-    if problem.pages is not None and role in CACHED:
-        found = ("pages", "page_rows", *found[2:])
+    found = operands.axes_of(problem, name, shape)
     if problem.sequences is not None or problem.pages is not None:
         found = tuple("sequences" if axis == BATCH else axis for axis in found)
     return found
-
-
-def _axes_of_scale(role: str, shape: tuple[int, ...], problem: Problem) -> Axes:
-    """Returns the axes of a scale of e4m3 codes; that of all heads, and an axis of size 1, is not split."""
-    of_rows: Axes = ("pages", "page_rows") if problem.pages is not None else (BATCH, "num_keys")
-    axes: Axes = {
-        1: (HEADS_KEY,),
-        2: (BATCH, HEADS_KEY),
-        3: (*of_rows, HEADS_KEY),
-        4: (*of_rows, HEADS_KEY, "tiles"),
-    }.get(len(shape), ())
-    if shape == (1,) and problem.shape.num_heads_key > 1:
-        axes = (f"{role}_0",)
-    return axes
 
 
 @dataclass(frozen=True, slots=True)

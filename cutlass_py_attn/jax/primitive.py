@@ -17,17 +17,17 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from cutlass_py_attn.api import attention
-from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.api.calls import default_kernels
+from cutlass_py_attn.artifact import Artifact, first_available
 from cutlass_py_attn.errors import NoDevice
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET, WORKSPACE
 from cutlass_py_attn.jax.payload import Payload, key_of
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import performance, planner
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
-from cutlass_py_attn.runtime import binding, driver
+from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.score_terms.term import ScoreTerm
 
 Arrays = dict[str, Any]
@@ -75,8 +75,8 @@ def kernels_of(
 def payload_of(kernels: Kernels) -> tuple[bytes, int, performance.Notice]:
     """Returns the packed payload of the best plan that has kernels, its workspace size (bytes), and its warning."""
     capability, num_sms = target_of(kernels.arch)
-    plan, artifact = binding.first_available(
-        planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or attention.default_kernels()
+    plan, artifact = first_available(
+        planner.plans_on(kernels.problem, capability, num_sms), kernels.kernels or default_kernels()
     )
     names = [name for name, _, _ in kernels.results]
     names += [WORKSPACE] if plan.workspace.bytes else []

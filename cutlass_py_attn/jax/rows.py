@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import split_rows
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.split_rows import Chunk
+from cutlass_py_attn.refusals import refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ def _chunks(array: Any, num_devices: Any, axis: Any) -> list[Any]:
     count, place = integer_of(num_devices), integer_of(axis)
     reasons = []
     if count is None or count < 1:
-        reasons.append(f"num_devices = {shown(num_devices)}: must be an int of at least 1; correct it")
+        reasons.append(refuse("num_devices", num_devices, "must be an int of at least 1", "correct it"))
     if place is None:
-        reasons.append(f"axis = {shown(axis)}: must be an int, the axis of the rows; correct it")
+        reasons.append(refuse("axis", axis, "must be an int, the axis of the rows", "correct it"))
     if reasons:
         raise NotSupported(reasons)
     assert count is not None

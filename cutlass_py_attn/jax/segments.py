@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.scalars import python_value, shown
+from cutlass_py_attn.problem.scalars import python_value
+from cutlass_py_attn.refusals import refuse
 
 _ARRAYS: Final = {
     VariableLength: ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
@@ -63,9 +64,9 @@ def packed_sequences(segment_ids: Any, max_segments: int) -> VariableLength:
         is_valid = False
     reasons = []
     if not is_valid:
-        reasons.append(f"segment_ids = {shown(segment_ids)}: must be integers of shape (batch, tokens); convert them")
+        reasons.append(refuse("segment_ids", segment_ids, "must be integers of shape (batch, tokens)", "convert them"))
     if not isinstance(max_segments, (int, np.integer)) or isinstance(max_segments, bool) or max_segments < 1:
-        reasons.append(f"max_segments = {shown(max_segments)}: must be an int of at least 1; correct it")
+        reasons.append(refuse("max_segments", max_segments, "must be an int of at least 1", "correct it"))
     if reasons:
         raise NotSupported(reasons)
     batch, tokens = ids.shape

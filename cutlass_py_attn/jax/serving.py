@@ -20,23 +20,24 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
-from cutlass_py_attn.api import attention
-from cutlass_py_attn.api.options import BACKENDS
+from cutlass_py_attn.api.calls import default_kernels
+from cutlass_py_attn.api.options import backend_refusals
 from cutlass_py_attn.api.unknown_options import refuses_unknown_options
-from cutlass_py_attn.artifact import Artifact, artifact_of
+from cutlass_py_attn.artifact import Artifact, first_available
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax import calls, host_threads, primitive
 from cutlass_py_attn.jax.handler import KEY, PAYLOAD, TARGET
 from cutlass_py_attn.jax.payload import Payload, key_of
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import LOGSUMEXPS, MergeProblem
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import serving as reference
+from cutlass_py_attn.refusals import Refusal, refuse
 
 Arrays = dict[str, Any]
 Kernels = Callable[[Build], Artifact]
@@ -76,14 +77,14 @@ def append_to_cache(
     given = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slots": slots}
     scales = {"key_scale": key_scale, "value_scale": value_scale}
     given |= {name: scale for name, scale in scales.items() if scale is not None}
-    arrays, reasons = _read(given, kernels, arch, backend)
+    arrays, refusals = _read(given, kernels, arch, backend)
     described = {name: _described(array) for name, array in arrays.items()}
     if "slots" in described and described["slots"].dtype == "int32":
         described["slots"] = Tensor.contiguous(described["slots"].shape, "int64")
     if len(described) < len(given):
-        raise NotSupported(reasons)
+        raise NotSupported(refusals)
     problem = AppendProblem(**described)
-    _expect_none([*reasons, *problem.reasons()])
+    _expect_none([*refusals, *problem.refusals()])
     if problem.is_empty:
         return tuple(arrays[name] for name in problem.outputs)
     call = _Call(problem, kernels, arch, backend == "reference")
@@ -121,16 +122,16 @@ def merge_states(
     """
     given = {"output_a": output_a, "logsumexp_a": logsumexp_a, "output_b": output_b, "logsumexp_b": logsumexp_b}
     given |= {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
-    arrays, reasons = _read(given, kernels, arch, backend)
+    arrays, refusals = _read(given, kernels, arch, backend)
     if len(arrays) < len(given):
-        raise NotSupported(reasons)
+        raise NotSupported(refusals)
     described = {name: _described(array) for name, array in arrays.items()}
     number = None if max_seqlen_q is None else integer_of(max_seqlen_q)
     problem = MergeProblem(
         **described, output=described["output_a"], max_seqlen_q=max_seqlen_q if number is None else number
     )
     problem, wrong_logsumexps = _with_padded_logsumexps(problem)
-    _expect_none([*reasons, *problem.reasons(), *wrong_logsumexps])
+    _expect_none([*refusals, *problem.refusals(), *wrong_logsumexps])
     if problem.is_packed:
         arrays["output"] = jnp.zeros(problem.output.shape, problem.output.dtype)  # rows that belong to no sequence
     if problem.is_empty:
@@ -141,7 +142,7 @@ def merge_states(
     return found["output"], found["logsumexp"][:, :, :given_width]
 
 
-def _with_padded_logsumexps(problem: MergeProblem) -> tuple[MergeProblem, list[str]]:
+def _with_padded_logsumexps(problem: MergeProblem) -> tuple[MergeProblem, list[Refusal]]:
     """Returns the problem with the padding of logsumexp's rows, and why the given ones have another shape."""
     bounds, rows = problem.cu_seqlens_q, problem.max_seqlen_q
     if bounds is None or rows is None:
@@ -149,14 +150,16 @@ def _with_padded_logsumexps(problem: MergeProblem) -> tuple[MergeProblem, list[s
     else:
         is_readable = isinstance(rows, int) and rows >= 0 and len(bounds.shape) == 1 and bounds.shape[0] > 0
     if not is_readable or len(problem.output_a.shape) != 4:
-        return problem, []  # which `problem.reasons` refuses
+        return problem, []  # which `problem.refusals` refuses
     padded = problem.logsumexp_shape
     bare = (*padded[:2], problem.num_queries)
     given = {name: getattr(problem, name) for name in LOGSUMEXPS}
+    rule = f"must be {bare} as `attention` returns it, or {padded} as attention_forward does"
+    remedy = (
+        "pass that, and of the residual of dot_product_attention jax.numpy.swapaxes(residual, 1, 2).astype('float32')"
+    )
     wrong = [
-        f"{name} has shape {tensor.shape}: must be {bare} as `attention` returns it, or {padded} as attention_forward "
-        "does; pass that, and of the residual of dot_product_attention "
-        "jax.numpy.swapaxes(residual, 1, 2).astype('float32')"
+        refuse(f"{name}.shape", tensor.shape, rule, remedy)
         for name, tensor in given.items()
         if tensor.shape not in (bare, padded)
     ]
@@ -170,31 +173,29 @@ def _padded(logsumexp: Any, rows: int) -> Any:
     return jax.lax.pad(logsumexp, jnp.asarray(jnp.inf, logsumexp.dtype), padding)
 
 
-def _read(given: Mapping[str, Any], kernels: object, arch: object, backend: object) -> tuple[dict[str, Any], list[str]]:
+def _read(
+    given: Mapping[str, Any], kernels: object, arch: object, backend: object
+) -> tuple[dict[str, Any], list[Refusal]]:
     """Returns the arrays, and why arrays or options are refused."""
-    arrays, reasons = {}, []
+    arrays, refusals = {}, []
     for name, value in given.items():
         try:
             if value is None:
                 raise TypeError("None has no elements")
             arrays[name] = jnp.asarray(value)
         except Exception as error:  # the library of an array decides its type
-            reasons.append(f"{name} = {shown(value)}: must be an array that JAX takes ({error}); convert it")
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        reasons.append(f"backend = {shown(backend)}: must be one of {', '.join(BACKENDS)}; choose one")
+            refusals.append(refuse(name, value, f"must be an array that JAX takes ({error})", "convert it"))
+    refusals += backend_refusals(backend)
     if kernels is not None and not (callable(kernels) and isinstance(kernels, Hashable)):
-        reasons.append(
-            f"kernels = {shown(kernels)}: must be a hashable function that returns the Artifact of a Build, such as "
-            "Folder(path), or None; pass one"
-        )
-    reasons += [] if arch is None else planner.arch_objections(arch)
-    split = [name for name, array in arrays.items() if _is_split(array)]
-    if split:
-        reasons.append(
-            f"{', '.join(split)}: split over devices by an Explicit mesh: must be whole on a device; call it inside "
-            "jax.shard_map"
-        )
-    return arrays, reasons
+        rule = "must be a hashable function that returns the Artifact of a Build, such as Folder(path), or None"
+        refusals.append(refuse("kernels", kernels, rule, "pass one"))
+    refusals += () if arch is None else planner.arch_refusals(arch)
+    refusals += [
+        refuse(name, array, "must be whole on a device, and an Explicit mesh splits it", "call it inside jax.shard_map")
+        for name, array in arrays.items()
+        if _is_split(array)
+    ]
+    return arrays, refusals
 
 
 def _is_split(array: Any) -> bool:
@@ -202,9 +203,9 @@ def _is_split(array: Any) -> bool:
     return any(entry is not None for entry in jax.typeof(array).sharding.spec)
 
 
-def _expect_none(reasons: list[str]) -> None:
-    if reasons:
-        raise NotSupported(reasons)
+def _expect_none(refusals: list[Refusal]) -> None:
+    if refusals:
+        raise NotSupported(refusals)
 
 
 def _described(array: Any) -> Tensor:
@@ -292,7 +293,7 @@ def payload_of(call: _Call) -> bytes:
     arch = planner.targets_of(primitive.target_of(call.arch)[0])[-1]
     problem = call.problem
     plan = plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)
-    artifact = artifact_of(plan.build, call.kernels or attention.default_kernels())
+    _, artifact = first_available([plan], call.kernels or default_kernels())
     return Payload(None, plan, artifact, call.operands, tuple(call.results)).pack()
 
 

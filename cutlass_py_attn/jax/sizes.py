@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from cutlass_py_attn.refusals import Refusal, refuse
 
-def objections(arrays: Mapping[str, Any]) -> Iterator[str]:
+
+def refusals(arrays: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yields why arrays with symbolic sizes, such as those of jax.export.symbolic_shape, are refused."""
     for name, array in arrays.items():
         shape = _shape_of(array)
         symbolic = [str(size) for size in shape if not isinstance(size, (int, np.integer))]
         if symbolic:
-            yield (
-                f"{name} has shape ({', '.join(map(str, shape))}): must have no symbolic size, {', '.join(symbolic)}, "
-                "for a call is planned for its sizes; export a program for each of them"
-            )
+            rule = f"must have no symbolic size, {', '.join(symbolic)}, for a call is planned for its sizes"
+            yield refuse(f"{name}.shape", shape, rule, "export a program for each of them")
 
 
 def _shape_of(array: Any) -> tuple[Any, ...]:

@@ -13,51 +13,52 @@ from cutlass_py_attn.jax import ulysses
 from cutlass_py_attn.jax.calls import Call
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.jax.rows import Context
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.problem.scalars import FLAG
 from cutlass_py_attn.problem.split_rows import (
     ALL_GATHER,
     ULYSSES,
     ZIGZAG,
     SplitCall,
-    order_objections,
-    strategy_objections,
+    order_refusals,
+    strategy_refusals,
 )
+from cutlass_py_attn.refusals import Refusal, refuse, sentence
 
 SPLITTING: Final = ("context_axis", "context_strategy", "load_balance")
 OPTIONS: Final = (*SPLITTING, "return_logsumexp")
 
 
-def option_objections(name: str, value: Any) -> list[str]:
+def option_refusals(name: str, value: Any) -> list[Refusal]:
     """Returns why the value of one of OPTIONS is refused."""
     if name == "context_axis":
-        return [] if value is None else _axis_objections(value)
+        return [] if value is None else _axis_refusals(value)
     if name == "context_strategy":
-        return strategy_objections(value)
+        return strategy_refusals(value)
     if name == "load_balance":
-        return order_objections(value)
+        return order_refusals(value)
     if name == "return_logsumexp":
-        return flag_objections(name, value)
+        return flag_refusals(name, value)
     return []
 
 
-def flag_objections(name: str, value: Any) -> list[str]:
+def flag_refusals(name: str, value: Any) -> list[Refusal]:
     """Returns why a value that decides what a call returns is refused."""
-    return [] if isinstance(value, bool) else [f"{name} = {shown(value)}: must be True or False; pass one of them"]
+    return [] if isinstance(value, bool) else [FLAG.refusal(name, value)]
 
 
-def unused_objections(options: Mapping[str, Any]) -> list[str]:
+def unused_refusals(options: Mapping[str, Any]) -> list[Refusal]:
     """Returns why options of split rows are refused where no rows are split."""
     if options.get("context_axis") is not None:
         return []
     defaults = {"context_strategy": ALL_GATHER, "load_balance": None}
     return [
-        f"{name} = {shown(options[name])} without context_axis: must come together; name the mesh axis that splits rows"
+        refuse(name, options[name], "must come with context_axis", "name the mesh axis that splits rows")
         for name, default in defaults.items()
         if options.get(name, default) != default
     ]
 
 
-def _axis_objections(axis: Any) -> list[str]:
+def _axis_refusals(axis: Any) -> list[Refusal]:
     try:
         if isinstance(axis, str):
             jax.lax.axis_size(axis)
@@ -65,10 +66,9 @@ def _axis_objections(axis: Any) -> list[str]:
     except NameError:
         pass
     known = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "of which there is none here"
-    return [
-        f"context_axis = {shown(axis)}: must be the name of a mesh axis of the jax.shard_map around the call, {known}; "
-        "call attention inside jax.shard_map over that axis, or context_parallel_attention"
-    ]
+    rule = f"must be the name of a mesh axis of the jax.shard_map around the call, {known}"
+    remedy = "call attention inside jax.shard_map over that axis, or context_parallel_attention"
+    return [refuse("context_axis", axis, rule, remedy)]
 
 
 def context_of(options: Mapping[str, Any]) -> Context | None:
@@ -80,27 +80,22 @@ def context_of(options: Mapping[str, Any]) -> Context | None:
     return Context(axis, jax.lax.axis_size(axis), strategy, load_balance == ZIGZAG)
 
 
-def objections(
+def refusals(
     call: Call, operands: Mapping[str, Any], sequences: VariableLength | None, wants_logsumexp: bool
-) -> list[str]:
+) -> list[Refusal]:
     """Returns why the rows of a call cannot be split in this way. operands: a device's. sequences: lists as arrays."""
     assert call.context is not None
-    flat = [name for name in ("query", "key", "value") if operands[name].ndim != 4]
-    if flat:
-        return [
-            f"{name} has shape {operands[name].shape}: must be 4-D (batch, rows, heads, head_dim), a device's rows; "
-            "reshape it"
-            for name in flat
-        ]
+    ranks = [name for name in ("query", "key", "value") if operands[name].ndim != 4]
+    if ranks:
+        rule = "must be 4-D (batch, rows, heads, head_dim), a device's rows"
+        return [refuse(f"{name}.shape", operands[name].shape, rule, "reshape it") for name in ranks]
     described = _described(call, operands, sequences)
-    found = [*described.objections()]
+    found = [*described.refusals()]
     if not found and described.strategy == ULYSSES:
-        found += ulysses.split_of(call.context, call, dict(operands)).reasons()
+        found += map(sentence, ulysses.split_of(call.context, call, dict(operands)).reasons())
     if call.max_seqlens is not None and wants_logsumexp:
-        found.append(
-            "return_logsumexp with sequences and context_axis: must be one of the two, for sequences are split in the "
-            "middle; leave return_logsumexp False"
-        )
+        rule = "must be False with sequences and context_axis, for sequences are split in the middle"
+        found.append(refuse("return_logsumexp", True, rule, "leave it out"))
     return found
 
 

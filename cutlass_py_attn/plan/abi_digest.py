@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 
-from cutlass_py_attn.plan import abi, entry_points
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 
 
 def abi_digest(build: Build) -> str:
@@ -18,5 +19,5 @@ def abi_digest(build: Build) -> str:
     """
     fields = abi.fields_of(build)
     struct = [(*field, *place) for field, (_, *place) in zip(fields, abi.layout(fields), strict=True)]
-    entries = [(role, entry_points.parameters(build, role)) for role in entry_points.entries(build)]
+    entries = [(role, entry_parameters.parameters(build, role)) for role in entry_points.entries(build)]
     return hashlib.sha256(json.dumps([entries, struct]).encode()).hexdigest()

@@ -6,28 +6,20 @@ rows of a token's heads follow each other, so that a block reads neighbouring ro
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
-from cutlass_py_attn.plan.planner import arch_objections
-from cutlass_py_attn.plan.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
-from cutlass_py_attn.problem.append import (
-    CACHES,
-    GIVEN_SCALES,
-    NO_SCALES,
-    ROW_SCALES,
-    SCALES,
-    TILE_SCALES,
-    AppendProblem,
-)
+from cutlass_py_attn.plan.planner import arch_refusals
+from cutlass_py_attn.problem.append import GIVEN_SCALES, NO_SCALES, ROW_SCALES, TILE_SCALES, AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
-from cutlass_py_attn.problem.scalars import shown
-from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERAND_BYTES, Tensor
+from cutlass_py_attn.refusals import refuse
 
 WARPS: Final = 4
 _NONE: Final = (0, 0)  # warps of a product that the kernel does not have
@@ -51,17 +43,16 @@ def plan_append(problem: AppendProblem, arch: str) -> Plan:
     NotSupported lists every reason why the problem cannot be computed.
     """
     if not isinstance(problem, AppendProblem):
-        raise NotSupported(
-            [f"problem = {shown(problem)}: must be an AppendProblem; create one", *arch_objections(arch)]
-        )
-    if reasons := [*problem.reasons(), *arch_objections(arch)]:
-        raise NotSupported(reasons)
+        wrong = refuse("problem", problem, "must be an AppendProblem", "create one")
+        raise NotSupported([wrong, *arch_refusals(arch)])
+    if refusals := [*problem.refusals(), *arch_refusals(arch)]:
+        raise NotSupported(refusals)
     dims = problem.key.shape[2], problem.value.shape[2]
     vector = vector_elements(problem.key, problem.value, problem.key_cache, problem.value_cache)
     build = row_build("append", _VARIANTS[problem.scales], arch, problem.key.dtype, dims, vector)
     rows = problem.tokens * problem.num_heads_key
     params = (
-        *_strides(problem),
+        *strides(problem),
         ("page_size", problem.key_cache.shape[1]),
         ("num_slots", problem.num_slots),
         ("num_heads_key", problem.num_heads_key),
@@ -70,26 +61,9 @@ def plan_append(problem: AppendProblem, arch: str) -> Plan:
     return row_plan(build, rows, 0 if problem.is_empty else rows, params, _REASONS[problem.scales])
 
 
-def _strides(problem: AppendProblem) -> tuple[tuple[str, int], ...]:
-    """Returns the strides of every tensor (elements); 0 along the axes that a given scale does not have."""
-    found = {
-        f"{name}_{axis}": step for name in ("key", "value") for axis, step in _axes(name, problem, ("row", "head"))
-    }
-    for name in CACHES:
-        found |= {f"{name}_{axis}": step for axis, step in _axes(name, problem, ("page", "row", "head"))}
-    of_scales = ("page", "row", "head", *(("tile",) if problem.scales == TILE_SCALES else ()))
-    for name in SCALES:
-        tensor: Tensor | None = getattr(problem, name)
-        if tensor is not None:
-            axes = of_scales[-len(tensor.shape) :] if tensor.shape else ()
-            found |= {f"{name}_{axis}": 0 for axis in of_scales}
-            found |= {f"{name}_{axis}": step for axis, step in zip(axes, tensor.steps, strict=True)}
-    return tuple(found.items())
-
-
-def _axes(name: str, problem: AppendProblem, axes: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Returns the strides of the leading axes by name."""
-    return list(zip(axes, getattr(problem, name).steps, strict=False))
+def strides(problem: AppendProblem | MergeProblem) -> tuple[tuple[str, int], ...]:
+    """Returns the strides of every array (elements) by their struct fields."""
+    return tuple(field for operand in problem.operands().values() for field in operand.strides.items())
 
 
 def vector_elements(*tensors: Tensor) -> int:
@@ -97,12 +71,7 @@ def vector_elements(*tensors: Tensor) -> int:
 
     It is at most 16 bytes of each tensor. Their last axes are contiguous.
     """
-    found = []
-    for tensor in tensors:
-        item = ITEM_BYTES.get(tensor.dtype, E4M3_BYTES)
-        parts = (tensor.alignment, *(step * item for step in tensor.steps[:-1]), tensor.shape[-1] * item)
-        found.append(math.gcd(ROW_ALIGNMENT_BYTES, *parts) // item)
-    return min(found)
+    return min(tensor.vector_bytes // OPERAND_BYTES[tensor.dtype] for tensor in tensors)
 
 
 def row_build(

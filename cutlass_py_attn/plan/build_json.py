@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from cutlass_py_attn.plan.arch import ARCHITECTURES
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import OPTIONS, VARIANTS
+from cutlass_py_attn.kernels.catalogue import KERNELS
+from cutlass_py_attn.launch.arch import ARCHITECTURES
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import OPTIONS
 from cutlass_py_attn.problem import masks, typed_json
 from cutlass_py_attn.problem.tensors import OPERAND_BYTES, OPERANDS
 from cutlass_py_attn.score_terms import registry
@@ -39,7 +40,7 @@ def _unknown_names(build: Build) -> Iterator[str]:
     body = build.kind, build.family, build.variant
     known = (
         ("arch", build.arch, build.arch in ARCHITECTURES),
-        ("kind, family, variant", body, body in VARIANTS),
+        ("kind, family, variant", body, body in KERNELS),
         ("dtype", build.dtype, build.dtype in OPERAND_BYTES),
         ("mask", build.mask, build.mask in masks.FORMS),
         ("options", build.options, {*OPTIONS}.issuperset(build.options)),

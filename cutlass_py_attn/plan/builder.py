@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
-from cutlass_py_attn.plan import decode, sm80, sm90, tile_rules
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
-from cutlass_py_attn.plan.smem_maps import shared_memory_map
-from cutlass_py_attn.plan.split_d import even_head_dim_split
-from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.plan import build_rules
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import BIASES, Tensor
+from cutlass_py_attn.refusals import Refusal
 
-FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
-
-def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tuple[Build, list[str]]:
+def build_for(problem: Problem, arch: str, tile: TileConfig, family: str) -> tuple[Build, list[Refusal]]:
     """Returns the Build of a tile, and why no kernel body can be built like this.
 
     The Build has warps of each product and a shared-memory map only if the list is empty. Whether it then fits the
-    target is what `resources.objections` says.
+    target is what `resources.refusals` says.
     """
     return next(builds_for(problem, arch, (tile,), family))
 
 
 def builds_for(
     problem: Problem, arch: str, tiles: Iterable[TileConfig], family: str
-) -> Iterator[tuple[Build, list[str]]]:
+) -> Iterator[tuple[Build, list[Refusal]]]:
     """Yields `build_for` of each tile; what the problem alone decides is computed once."""
     decided = _decided_by(problem)
     for tile in tiles:
@@ -46,7 +44,7 @@ def builds_for(
             head_dim_split=tile.head_dim_split,
             score_rows=tile.score_rows,
             key_stages=tile.key_stages,
-            options=tile.options,
+            options=tile.options or (),
             **decided,
         )
         yield _finished(build)
@@ -61,7 +59,7 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
         "dtype": problem.dtype,
         "head_dim": shape.head_dim,
         "head_dim_value": shape.head_dim_value,
-        "mask": problem.mask.form,
+        "mask": str(problem.mask.form),
         "warps_scores": none,
         "warps_grad_v": none,
         "warps_grad_k": none,
@@ -79,17 +77,14 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _finished(build: Build) -> tuple[Build, list[str]]:
+def _finished(build: Build) -> tuple[Build, list[Refusal]]:
     """Returns the Build with warps of each product and a shared-memory map, or why no kernel body can be built so."""
-    objections = tile_rules.objections(build)
-    if build.head_dim_split and not objections:
-        widest = build.head_dim_value if build.kind == "forward" else max(build.head_dim, build.head_dim_value)
-        build = replace(build, head_dim_split=even_head_dim_split(build.head_dim_split, widest))
-        objections = tile_rules.objections(build)
-    if objections:
-        return build, objections
-    build = FAMILIES[build.family].with_warps(build)
-    return replace(build, shared_memory=shared_memory_map(build)), []
+    refused = build_rules.refusals(build)
+    if refused:
+        return build, refused
+    kernel = fused_kernel_of(build)
+    build = kernel.with_warps(build)
+    return replace(build, shared_memory=kernel.shared_memory(build)), []
 
 
 def row_vector_bytes(problem: Problem) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from cutlass_py_attn.plan import performance, resources
-from cutlass_py_attn.plan.arch import Architecture
-from cutlass_py_attn.plan.build import ROW_KINDS, Buffer, Build
-from cutlass_py_attn.plan.sm90_e4m3 import part_columns
-from cutlass_py_attn.plan.smem_maps import STEPS
-from cutlass_py_attn.plan.split_d import blocks_per_tile
-from cutlass_py_attn.plan.variants import E4M3, SHARED_END
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile
+from cutlass_py_attn.kernels.sm90_e4m3.layout import part_columns
+from cutlass_py_attn.launch.arch import Architecture
+from cutlass_py_attn.launch.build import ROW_KINDS, STEPS, Buffer, Build
+from cutlass_py_attn.launch.variants import E4M3, SHARED_END
+from cutlass_py_attn.plan import performance
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.score_terms import registry
 
@@ -90,6 +90,8 @@ def _build_rows(build: Build) -> Iterator[tuple[str, str]]:
         yield "rows of a score product", f"{build.score_rows} queries of a tile"
     if build.key_stages > 1:
         yield "key tiles in flight", str(build.key_stages)
+    if build.kind in ("forward", "backward") and (steps := fused_kernel_of(build).steps(build)):
+        yield "steps", ", ".join(step.replace("_", " ") for step in steps)
     yield "columns", _columns(build)
     yield "features", ", ".join(build.features) or "none"
     yield "access", _access(build)
@@ -122,9 +124,10 @@ def _bias_gradient(mode: str) -> str:
 
 def _resource_rows(build: Build, limits: Architecture) -> Iterator[tuple[str, str]]:
     if build.kind == "component_gemm":  # its reason has the registers of its accumulator
-        yield "registers", f"{resources.register_limit(build, limits)} a thread allowed"
+        yield "registers", f"{limits.register_limit(build.threads)} a thread allowed"
         return
-    needed, allowed = resources.accumulator_registers(build), resources.accumulator_limit(build, limits)
+    kernel = fused_kernel_of(build)
+    needed, allowed = kernel.accumulators(build), kernel.accumulator_limit(build, limits)
     yield "registers", f"{allowed} a thread allowed, {needed} of them for accumulators"
 
 

@@ -20,13 +20,34 @@ from typing import Final
 
 from cutlass_py_attn import integers
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import abi, decode, entry_points, shared_tiles, sm80, sm90
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Grid, Name, Number, ceil_div, maximum, minimum, step, times
-from cutlass_py_attn.plan.grad_bias_launch import grad_bias_grid, num_splits, parts_bytes
-from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_grid, num_splits, parts_bytes
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns, dq_pieces
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of, kernel_of
+from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import (
+    ONE,
+    Expr,
+    Grid,
+    Name,
+    Number,
+    ceil_div,
+    contiguous_strides,
+    maximum,
+    minimum,
+    round_up,
+    step,
+    times,
+)
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.names import (
     BATCH,
+    MAX_PAGES,
     NUM_HEADS,
     NUM_HEADS_KEY,
     NUM_KEYS,
@@ -39,24 +60,29 @@ from cutlass_py_attn.plan.names import (
     TOTAL_KEY_TILES,
     TOTAL_TILES,
 )
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, RAGGED_STRIDE_BYTES
-from cutlass_py_attn.plan.split_d import blocks_per_tile, dq_piece_columns, dq_pieces
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
+from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
+from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, CACHED, F32_BYTES, OPERAND_BYTES, WORD_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, LSE_PADDING, OPERAND_BYTES, WORD_BYTES
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
 LOG2_E: Final = math.log2(math.e)
 MAX_GRID_YZ: Final = 65535  # of CUDA, along y and z of a grid
 MAX_INT32: Final = 2**31 - 1  # of an i32 field, of an int32 array, and of a grid along x
-BIAS_SIZES: Final = (BATCH, NUM_HEADS, NUM_QUERIES, NUM_KEYS)  # what the axes of a bias broadcast to
 BIAS_AXES: Final = tuple(
     map(Name, ("bias_batch", "bias_heads", "bias_queries", "bias_keys"))
 )  # the sizes of grad_bias, if not known
+# By what an axis counts.
+SIZES: Final[dict[str, Expr]] = {
+    **{str(name): name for name in (BATCH, NUM_HEADS, NUM_HEADS_KEY, NUM_QUERIES, NUM_KEYS, TOKENS_Q, TOKENS_K)},
+    **{str(name): name for name in (NUM_PAGES, PAGE_SIZE, MAX_PAGES)},
+    "tokens": TOKENS_K,
+    "bounds": BATCH + 1,
+    "padded_queries": round_up(NUM_QUERIES, LSE_PADDING),
+}
 # Row strides from one page of value to the next; 0 if there is one page.
 VALUE_PAGE_ROWS: Final = step(NUM_PAGES, Name("value_page"), 0) // maximum(Name("value_row"), 1)
-_FAMILIES: Final = {"sm80": sm80, "sm90": sm90, "decode": decode}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +97,7 @@ class BufferRule:
 
 def sizes(problem: Problem) -> dict[str, int]:
     """Returns the sizes of the problem by the names that expressions use."""
-    shape = problem.shape
-    found = {name: getattr(shape, name) for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key")}
-    if problem.pages is not None:
-        found |= page_sizes(problem)
-    return found | (dict(zip(("tokens_q", "tokens_k"), shape.tokens, strict=True)) if shape.tokens is not None else {})
+    return problem.shape.sizes | ({} if problem.pages is None else page_sizes(problem))
 
 
 def page_sizes(problem: Problem) -> dict[str, int]:
@@ -121,7 +143,7 @@ def _num_splits_key(problem: Problem, build: Build) -> Expr:
     """Returns the blocks that share one (batch, key head) of a backward: the caller's number, else the family's."""
     if problem.num_splits_key is not None:
         return maximum(minimum(min(problem.num_splits_key, MAX_LENGTH), ceil_div(NUM_KEYS, build.tile_n)), 1)
-    return maximum((sm90 if build.family == "sm90" else sm80).num_splits_key(build), 1)
+    return maximum(fused_kernel_of(build).num_splits_key(build), 1)
 
 
 def total_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
@@ -151,12 +173,8 @@ def grids(build: Build, bias_sizes: tuple[Expr, ...] = BIAS_AXES) -> dict[str, G
 
     The planner cuts a grid with more than MAX_GRID_YZ heads or batches into several launches.
     """
-    if build.kind == "component_gemm":
-        return {"main": (Name("tiles"), ONE, ONE)}
-    if build.kind in ROW_KINDS:
-        return {"main": (ceil_div(Name("num_rows"), build.tile_m), ONE, ONE)}
-    main = _FAMILIES[build.family].main_grid(build)
-    if build.kind == "forward":
+    main = kernel_of(build).main_grid(build)
+    if build.kind != "backward":
         combine_grid = (shared_tiles if build.shares_query_tiles else decode).combine_grid(build)
         combine = {"combine": combine_grid} if build.has_combine else {}
         return {"main": main, **combine}
@@ -175,7 +193,7 @@ def grids(build: Build, bias_sizes: tuple[Expr, ...] = BIAS_AXES) -> dict[str, G
 
 def grids_of(problem: Problem, build: Build) -> dict[str, Grid]:
     """Returns the grid of each entry by its role, for this problem's grad_bias."""
-    return grids(build) if problem.grad_bias is None else grids(build, bias_axes(problem.grad_bias))
+    return grids(build) if problem.grad_bias is None else grids(build, shape(of_tensor(problem, "grad_bias")))
 
 
 def launch_condition(build: Build, role: str) -> Expr:
@@ -257,32 +275,21 @@ def _accumulated(build: Build) -> list[BufferRule]:
     return found
 
 
-def shape(problem: Problem, name: str) -> tuple[Expr, ...]:
-    """Returns the sizes of a tensor: (batch, rows, heads, columns), or (batch, heads, queries, keys) of a bias.
-
-    Of a pool they are (pages, rows of a page, heads, columns).
-    """
-    tensor = problem.tensors()[name]
-    if name in BIASES:
-        return bias_axes(tensor)
-    of_key = name.removeprefix("grad_") in CACHED
-    batch: Expr = BATCH
-    rows = NUM_KEYS if of_key else NUM_QUERIES
-    if of_key and problem.pages is not None:
-        batch, rows = NUM_PAGES, PAGE_SIZE
-    elif problem.has_ragged_rows:
-        batch, rows = ONE, TOKENS_K if of_key else TOKENS_Q
-    return batch, rows, NUM_HEADS_KEY if of_key else NUM_HEADS, Number(tensor.shape[3])
+def shape(operand: Operand) -> tuple[Expr, ...]:
+    """Returns the sizes of an array."""
+    axes = zip(operand.axes, operand.tensor.shape, strict=True)
+    return tuple(SIZES.get(axis, Number(size)) for axis, size in axes)
 
 
-def batch_axis(problem: Problem, name: str) -> str:
-    """Returns the name of a tensor's first axis and its stride: "page" of a pool, else "batch"."""
-    return "page" if problem.pages is not None and name in CACHED else "batch"
+def strides(operand: Operand) -> tuple[Expr, ...]:
+    """Returns the strides of an array (elements): struct fields, and behind them those of contiguous axes."""
+    contiguous = contiguous_strides(shape(operand))
+    return *map(Name, operand.strides), *contiguous[len(operand.strides) :]
 
 
-def bias_axes(tensor: Tensor) -> tuple[Expr, ...]:
-    """Returns the sizes of the axes of a bias or its gradient: 1 along an axis that broadcasts or is summed."""
-    return tuple(ONE if size == 1 else name for size, name in zip(tensor.shape, BIAS_SIZES, strict=True))
+def is_pool(operand: Operand) -> bool:
+    """Returns whether the rows of an array are in pages."""
+    return operand.axes[0] == "num_pages"
 
 
 def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
@@ -297,22 +304,17 @@ def tensor_map(problem: Problem, name: str) -> tuple[tuple[Expr, ...], tuple[Exp
     Pools have the axes (columns, rows of a page, heads, pages). The map of the tile of value with the last key is like
     that of variable lengths; its rows are those of all pages, with the rows that lie between two pages.
     """
-    field = entry_points.mapped_field(name)
-    if field in BIASES:
-        outer, heads, rows, columns = shape(problem, field)
-    else:
-        outer, rows, heads, columns = shape(problem, field)
-    is_pool = batch_axis(problem, field) == "page"
-    axes = (rows, "row"), (heads, "head"), (outer, batch_axis(problem, field))
-    strides = tuple(step(size, Name(f"{field}_{axis}"), columns) for size, axis in axes)
-    if is_pool and name == entry_points.LAST_VALUE:
+    operand = of_tensor(problem, entry_points.mapped_field(name))
+    sizes, steps = shape(operand), strides(operand)
+    axes = (0, 2, 1) if operand.name in BIASES else (0, 1, 2)  # outermost, rows, heads
+    outer, rows, heads = (sizes[axis] for axis in axes)
+    page, row, head = (step(sizes[axis], steps[axis], sizes[3]) for axis in axes)
+    if name == entry_points.LAST_VALUE and is_pool(operand):
         rows = (outer - 1) * VALUE_PAGE_ROWS + rows
-    elif is_pool or not problem.has_ragged_rows:
-        return (columns, rows, heads, outer), strides
-    row, head, _ = strides
+    elif is_pool(operand) or not problem.has_ragged_rows:
+        return (sizes[3], rows, heads, outer), (row, head, page)
     around = RAGGED_STRIDE_BYTES // OPERAND_BYTES[problem.dtype] - row
-    sizes = columns, Number(RAGGED_ROWS), heads, rows + 1, Number(RAGGED_ROWS + 1)
-    return sizes, (row, head, row, around)
+    return (sizes[3], Number(RAGGED_ROWS), heads, rows + 1, Number(RAGGED_ROWS + 1)), (row, head, row, around)
 
 
 def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.append import row_build, row_plan, vector_elements
+from cutlass_py_attn.launch.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.plan.append import row_build, row_plan, strides, vector_elements
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.planner import arch_objections
-from cutlass_py_attn.plan.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.plan.planner import arch_refusals
 from cutlass_py_attn.problem.merge import OUTPUTS, MergeProblem
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.refusals import refuse
 
 _MERGED: Final = "each row is the mean of two, weighted by exp(logsumexp), in float32"
 _ADDED: Final = "each row is the sum of two, in float32"
@@ -32,22 +32,17 @@ def plan_merge(problem: MergeProblem, arch: str) -> Plan:
     NotSupported lists every reason why the problem cannot be computed.
     """
     if not isinstance(problem, MergeProblem):
-        raise NotSupported([f"problem = {shown(problem)}: must be a MergeProblem; create one", *arch_objections(arch)])
-    if reasons := [*problem.reasons(), *arch_objections(arch)]:
-        raise NotSupported(reasons)
+        wrong = refuse("problem", problem, "must be a MergeProblem", "create one")
+        raise NotSupported([wrong, *arch_refusals(arch)])
+    if refusals := [*problem.refusals(), *arch_refusals(arch)]:
+        raise NotSupported(refusals)
     _, tokens, num_heads, columns = problem.output_a.shape
     tensors = [getattr(problem, name) for name in OUTPUTS]
-    features = ("varlen",) if problem.is_packed else ()
     dtype, vector = problem.output_b.dtype, vector_elements(*tensors)
     variant = variant_of(problem)
-    build = row_build("merge", variant, arch, dtype, (columns, columns), vector, features)
-    strides = {
-        f"{name}_{axis}": step
-        for name, tensor in zip(OUTPUTS, tensors, strict=True)
-        for axis, step in zip(("batch", "row", "head"), tensor.steps, strict=False)
-    }
+    build = row_build("merge", variant, arch, dtype, (columns, columns), vector, problem.features)
     params = (
-        *strides.items(),
+        *strides(problem),
         ("num_heads", num_heads),
         ("num_queries", problem.num_queries),
         ("num_rows", problem.num_rows),

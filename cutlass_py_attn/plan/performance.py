@@ -18,20 +18,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
-from cutlass_py_attn.plan.sm90_mla import HEAD_DIMS as MLA_HEAD_DIMS
-from cutlass_py_attn.plan.tile_rules import (
-    DECODE_MAX_HEAD_DIM,
-    NARROW_HEAD_DIM,
-    SM90_MAX_HEAD_DIM,
-    WIDE_MAX_HEAD_DIM,
+from cutlass_py_attn.kernels.catalogue import KERNELS
+from cutlass_py_attn.kernels.decode.kernel import MAX_HEAD_DIM as DECODE_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
+from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
+from cutlass_py_attn.launch.variants import (
+    E4M3_CACHE,
+    MLA,
+    MLA_HEAD_DIMS,
+    PERSISTENT,
+    SPLIT_KV,
+    STANDARD,
+    TWO_CTA,
+    WIDE,
 )
-from cutlass_py_attn.plan.variants import E4M3_CACHE, MLA, PERSISTENT, SPLIT_KV, STANDARD, TWO_CTA, VARIANTS, WIDE
+from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
-    from cutlass_py_attn.plan.build import Build
+    from cutlass_py_attn.launch.build import Build
     from cutlass_py_attn.plan.plan import Plan
 
 LEAST_FACTOR: Final = 3.0  # of the estimated time without the change and with it, from which on a plan is slow
@@ -104,7 +112,7 @@ class _Work:
         build, sizes = plan.build, dict(plan.params)
         batch = max(sizes["batch"], 1)
         queries = sizes["tokens_q"] / batch if sizes.get("tokens_q") else sizes["num_queries"]
-        pairs = _pairs(build.mask, queries, sizes["num_keys"], sizes)
+        pairs = _pairs(build.form, queries, sizes["num_keys"], sizes)
         heads, group = max(sizes["num_heads"], 1), sizes["group"]
         dims = build.head_dim, build.head_dim_value
         return cls(build.kind, batch, heads, group, queries, sizes["num_keys"], *dims, pairs)
@@ -215,11 +223,11 @@ def _rates(dtype: str, has_wgmma: bool) -> dict[str, _Rates]:
     return WGMMA if has_wgmma else MMA_SYNC
 
 
-def _pairs(form: str, queries: float, keys: int, sizes: Mapping[str, int]) -> float:
+def _pairs(form: Form, queries: float, keys: int, sizes: Mapping[str, int]) -> float:
     """Returns how many pairs of a query and a key a mask shows, but for its edges."""
-    if form == "full":
+    if form.sees_all:
         return queries * keys
-    if form == "local":
+    if form.has_left:
         return queries * min(keys, sizes["window_left"] + sizes["window_right"] + 1)
     both = min(queries, keys)
     rest = queries - keys if queries > keys else 0 if not sizes["bottom_right"] else keys - queries
@@ -294,9 +302,9 @@ def _divides_tiles(build: Build) -> bool:
     """Returns whether several blocks of the sm90 family share one tile of these kernels, if there are few tiles."""
     widest = max(build.head_dim, build.head_dim_value)
     if build.kind == "forward":
-        splits = VARIANTS["forward", "sm90", SPLIT_KV].features
-        return widest <= SM90_MAX_HEAD_DIM and build.mask != "local" and {*build.features} <= {*splits}
-    is_plain = build.mask == "full" and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
+        splits = KERNELS["forward", "sm90", SPLIT_KV].features
+        return widest <= SM90_MAX_HEAD_DIM and not build.form.has_left and {*build.features} <= {*splits}
+    is_plain = build.form.sees_all and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
     return is_plain and widest <= NARROW_HEAD_DIM
 
 
@@ -308,8 +316,7 @@ def _wgmma_variant(build: Build) -> str:
 
 
 def _not_in_wgmma(build: Build) -> list[str]:
-    features = VARIANTS[build.kind, "sm90", _wgmma_variant(build)].features
-    return [name for name in build.features if name not in features]
+    return KERNELS[build.kind, "sm90", _wgmma_variant(build)].lacks(build.features)
 
 
 def _takes_wgmma(plan: Plan, without: Collection[str] = ()) -> bool:
@@ -327,7 +334,7 @@ def _takes_wgmma(plan: Plan, without: Collection[str] = ()) -> bool:
 def _latent(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the change to a latent cache that variant mla reads, for keys of its head dims."""
     build = plan.build
-    features = VARIANTS["forward", "sm90", MLA].features
+    features = KERNELS["forward", "sm90", MLA].features
     is_latent = (work.head_dim, work.head_dim_value) == MLA_HEAD_DIMS and build.kind == "forward"
     if not is_latent or build.variant == MLA or build.arch not in HOPPER or build.dtype == "float32":
         return
@@ -346,9 +353,9 @@ def _latent(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
 def _in_parts(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the one change with which blocks of the sm90 family share the keys of few query tiles."""
     build = plan.build
-    if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.mask == "local":
+    if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.form.has_left:
         return
-    missing = [name for name in build.features if name not in VARIANTS["forward", "sm90", SPLIT_KV].features]
+    missing = KERNELS["forward", "sm90", SPLIT_KV].lacks(build.features)
     changes = [f"no {name}" for name in missing]
     changes += [f"head dims up to {SM90_MAX_HEAD_DIM}"] if build.variant == WIDE else []
     if len(changes) == 1:
@@ -359,7 +366,7 @@ def _in_parts(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
 def _heads_as_queries(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     """Yields the change that gives the heads of a group one tile: as queries, which nothing tells apart from heads."""
     build, sizes = plan.build, dict(plan.params)
-    sees_all = build.mask == "full" or (build.mask == "causal" and sizes["bottom_right"])
+    sees_all = build.form.sees_all or (build.form.grows and sizes["bottom_right"])
     packs_heads = build.family == "decode" or build.variant == MLA
     if packs_heads or sizes["num_queries"] != 1 or work.group == 1 or not sees_all:
         return
@@ -398,8 +405,8 @@ class _Step:
     def _objections(self, *, has_pages: bool) -> Iterator[str]:
         build, queries = self._build, self._sizes["num_queries"]
         rows = queries * self._work.group
-        features = VARIANTS["forward", "decode", PERSISTENT if has_pages else STANDARD].features
-        yield from (f"no {name}, which no decode kernel takes" for name in build.features if name not in features)
+        missing = KERNELS["forward", "decode", PERSISTENT if has_pages else STANDARD].lacks(build.features)
+        yield from (f"no {name}, which no decode kernel takes" for name in missing)
         most = PAGED_MAX_ROWS if has_pages else DENSE_MAX_ROWS
         if rows > most or (queries > MAX_QUERIES and not has_pages):
             yield f"at most {most} queries of a group of heads in a call, which a decode kernel takes"

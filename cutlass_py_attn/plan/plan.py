@@ -13,12 +13,12 @@ import json
 from dataclasses import dataclass
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.arch import Architecture, architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.arch import Architecture, architecture
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.build_json import expect_known
 from cutlass_py_attn.plan.explain import explain
 from cutlass_py_attn.problem import typed_json
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.refusals import refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Plan:
             return Plan.from_object(typed_json.parse(text))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise NotSupported(
-                f"plan = {shown(text)}: must be the text of Plan.to_json ({error}); write it again with this version"
+                refuse("plan", text, f"must be the text of Plan.to_json ({error})", "write it again with this version")
             ) from error
 
     @staticmethod

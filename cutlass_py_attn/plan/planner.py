@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan import decode, entry_points, launch_rules, resources, sm80, sm90, tile_time
-from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture, targets
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.builder import FAMILIES, build_for, builds_for
-from cutlass_py_attn.plan.decode_smem import combine_bytes
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build
+from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import grad_bias_build
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns
+from cutlass_py_attn.kernels.catalogue import KERNELS, fused_kernel_of, kernel_of
+from cutlass_py_attn.kernels.common.layout import most_box_rows
+from cutlass_py_attn.kernels.decode.layout import combine_bytes
+from cutlass_py_attn.kernels.families import FAMILIES, Family
+from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture, targets
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes, tile_bytes
+from cutlass_py_attn.launch.tile_config import TileConfig, tile_refusals
+from cutlass_py_attn.launch.variants import STANDARD
+from cutlass_py_attn.plan import entry_parameters, launch_rules, resources
+from cutlass_py_attn.plan.builder import build_for, builds_for
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace, WorkspaceBuffer
-from cutlass_py_attn.plan.smem import tile_bytes
-from cutlass_py_attn.plan.split_d import dq_piece_columns
-from cutlass_py_attn.plan.tile_config import TileConfig, tile_objections
-from cutlass_py_attn.plan.tiles import decode_tiles, sm80_tiles, sm90_tiles
-from cutlass_py_attn.plan.variants import STANDARD, VARIANTS
+from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import BIASES, FLOAT8
+from cutlass_py_attn.problem.quantization import has_codes
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 # Struct fields that the sizes of the device decide.
@@ -69,7 +75,9 @@ def plan_with_tile(
 
     problem: what to compute, in either direction
     arch: target, such as "sm_90a"
-    tile: tile, warps, stages and variant of the kernel; `TileConfig.parse` reads a text such as "64x128x16:3,2@5k2"
+    tile: tile, warps, stages and variant of the kernel; `TileConfig.parse` reads a text such as "64x128x16:3,2@5k2".
+        Where it leaves the options open, they are those with which the planner has the nearest tile of its tables: the
+        same tile, else one of its variant with as many queries and keys, else the variant's first for any lengths
     num_sms: multiprocessors of the device; None for the usual part of the target
     family: "sm80", "sm90" or "decode"; None for the family whose variants include the tile's, and if the standard
         variant leaves a choice, for the family that the planner chooses for this problem
@@ -77,16 +85,17 @@ def plan_with_tile(
     NotSupported lists every reason why the family cannot compute the problem. DoesNotFit lists every reason why the
     tile cannot be built: each names a field, its value, the reason and what to do.
     """
-    count = _check(problem, arch, num_sms, [*tile_objections(tile), *_family_objections(family)])
+    count = _check(problem, arch, num_sms, [*tile_refusals(tile), *_family_refusals(family)])
     limits = architecture(arch)
     chosen = family or _family_of(problem, arch, tile, count)
-    missing = _unsupported(problem, arch, chosen)
+    missing = _unsupported(problem, arch, FAMILIES[chosen])
     if missing:
-        raise NotSupported(f"family = {chosen!r}: takes no {', '.join(missing)} on {arch}; use family sm80")
-    build, found = build_for(problem, arch, tile, chosen)
-    found = found or resources.objections(build, limits)
-    if chosen == "sm90" and min(tile.tile_m, tile.tile_n) > 0:  # the rules of a problem count its tiles
-        found += sm90.objections(problem, tile)
+        rule = f"takes no {', '.join(missing)} on {arch}"
+        raise NotSupported(refuse("family", chosen, rule, "use family sm80"))
+    build, found = build_for(problem, arch, FAMILIES[chosen].with_options(problem, tile), chosen)
+    found = found or resources.refusals(build, limits)
+    if min(tile.tile_m, tile.tile_n) > 0:  # the rules of a problem count its tiles
+        found += FAMILIES[chosen].refusals(problem, tile)
     if found:
         raise DoesNotFit(found)
     return plan_of_build(problem, build, count)
@@ -105,37 +114,39 @@ def plans(problem: Problem, arch: str, num_sms: int | None = None, *, any_length
     any_length: leave out what is faster for the lengths of this problem alone, because others will be launched too
     """
     count = _check(problem, arch, num_sms)
-    found = _plans_of_target(problem, arch, count, any_length=any_length)
+    found = _plans(problem, ((family, arch) for family in FAMILIES.values()), count, any_length=any_length)
     if not found:
-        raise NotSupported(_code_objections(problem, arch))
+        raise NotSupported(_refusals(problem, arch))
     return found
 
 
-def _plans_of_target(problem: Problem, arch: str, count: int, *, any_length: bool) -> list[Plan]:
-    """Returns the plans of one target; none only for e4m3 codes, which not every family reads."""
-    of_sm90 = _sm90_builds(problem, arch, count, any_length=any_length)
-    found = *_decode_builds(problem, arch), *of_sm90, *_sm80_builds(problem, arch)
-    return _plans_of_builds(problem, found, count)
+def _plans(problem: Problem, families: Iterable[tuple[Family, str]], count: int, *, any_length: bool) -> list[Plan]:
+    """Returns the plans of families, each on its target, in their order."""
+    found = (_builds(problem, arch, family, count, any_length=any_length) for family, arch in families)
+    return _plans_of_builds(problem, itertools.chain.from_iterable(found), count)
 
 
-def _code_objections(problem: Problem, arch: str) -> list[str]:
-    """Returns why no kernel of the target reads the e4m3 codes of a problem."""
+def _refusals(problem: Problem, arch: str) -> list[Refusal]:
+    """Returns why no kernel of the target computes a problem: no tile fits, or none reads its e4m3 codes."""
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
-    family = "sm80" if is_cache else "sm90"
+    family = FAMILIES["sm90" if has_codes(problem) and not is_cache else "sm80"]
     missing = _unsupported(problem, arch, family)
     if not missing:
-        tiles = sm80_tiles(problem) if is_cache else sm90_tiles(problem)
-        return [_no_tile(arch, _tried(problem, arch, family, tiles))]
-    dequantise = "dequantise, each code times its scale"
+        tried = _tried(problem, arch, family, architecture(arch).num_sms, any_length=False)
+        found = "; ".join(map(str, tried[-1][1])) if tried else "the tile table has no tile for it"
+        return [refuse("arch", arch, f"no tile fits: {found}", "use a smaller head_dim")]
+    remedy = "dequantise, each code times its scale"
     if has_latent_rows:
-        has_small_pages = problem.pages is not None and problem.key.shape[1] < sm90.LEAST_PAGE_SIZE
-        pages = f"pages of at least {sm90.LEAST_PAGE_SIZE} rows, or " if has_small_pages else ""
-        what = f"a latent cache of {FLOAT8}: the kernel of {arch} takes no"
-        return [f"{what} {name}; use {pages}a cache of 16 bits" for name in missing]
-    if is_cache:
-        return [f"key and value of {FLOAT8}: no kernel takes {name}; {dequantise}" for name in missing]
-    return [f"operands of {FLOAT8}: the kernel of {arch} takes no {name}; {dequantise}" for name in missing]
+        has_small_pages = problem.pages is not None and problem.key.shape[1] < LEAST_PAGE_SIZE
+        pages = f"pages of at least {LEAST_PAGE_SIZE} rows, or " if has_small_pages else ""
+        field, taker, remedy = "key", f"the kernel of {arch} takes no", f"use {pages}a cache of 16 bits"
+    elif is_cache:
+        field, taker = "key", "no kernel takes"
+    else:
+        field, taker = "query", f"the kernel of {arch} takes no"
+    given = getattr(problem, field).dtype
+    return [refuse(f"{field}.dtype", given, f"{taker} {name}", remedy) for name in missing]
 
 
 def plans_on(
@@ -147,13 +158,11 @@ def plans_on(
     """
     *own, portable = targets_of(compute_capability)
     count = _check(problem, portable, num_sms)
-    found = _plans_of_target(problem, portable, count, any_length=any_length)
-    num_decode = sum(plan.build.family == "decode" for plan in found)  # they come first
-    of_sm90 = [build for arch in own for build in _sm90_builds(problem, arch, count, any_length=any_length)]
-    ours = _plans_of_builds(problem, of_sm90, count)
-    if not (found or ours):
-        raise NotSupported(_code_objections(problem, next(iter(own), portable)))
-    return [*found[:num_decode], *ours, *found[num_decode:]]
+    families = ((family, arch) for family in FAMILIES.values() for arch in (own if family.needs_wgmma else (portable,)))
+    found = _plans(problem, families, count, any_length=any_length)
+    if not found:
+        raise NotSupported(_refusals(problem, next(iter(own), portable)))
+    return found
 
 
 def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
@@ -162,10 +171,8 @@ def targets_of(compute_capability: tuple[int, int]) -> tuple[str, ...]:
     if not found:
         major, minor = compute_capability
         portable = [arch.name for arch in ARCHITECTURES.values() if arch.is_portable]
-        raise NotSupported(
-            f"compute capability = {major}.{minor}: no target runs on it; allowed are {', '.join(portable)} and later "
-            "minor versions of them; use another GPU"
-        )
+        rule = f"no target runs on it; allowed are {', '.join(portable)} and later minor versions of them"
+        raise NotSupported(Refusal("compute capability", f"{major}.{minor}", rule, "use another GPU"))
     return found
 
 
@@ -209,106 +216,78 @@ def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dic
 
 
 def _check(
-    problem: object, arch: object, num_sms: object, other: Iterable[str] = (), *, direction: str | None = None
+    problem: object, arch: object, num_sms: object, other: Iterable[Refusal] = (), *, direction: str | None = None
 ) -> int:
     """Returns the number of multiprocessors to plan for; NotSupported lists every wrong argument.
 
     other: reasons to refuse other arguments. direction: that of the function; None for both.
     """
-    reasons = [*problem_objections(problem, direction), *arch_objections(arch), *other]
+    refusals = [*problem_refusals(problem, direction), *arch_refusals(arch), *other]
     count = None if num_sms is None else integer_of(num_sms)
     if num_sms is not None and (count is None or count < 1):
-        reasons.append(
-            f"num_sms = {shown(num_sms)}: must be an int of at least 1, or None for the usual part of the target; "
-            "correct it"
-        )
-    if reasons:
-        raise NotSupported(reasons)
+        rule = "must be an int of at least 1, or None for the usual part of the target"
+        refusals.append(refuse("num_sms", num_sms, rule, "correct it"))
+    if refusals:
+        raise NotSupported(refusals)
     return count or architecture(str(arch)).num_sms
 
 
-def problem_objections(problem: object, direction: str | None = None) -> list[str]:
+def problem_refusals(problem: object, direction: str | None = None) -> list[Refusal]:
     """Returns every reason to refuse a problem; direction: the one that it must have, None for either."""
     if not isinstance(problem, Problem):
-        return [f"problem = {shown(problem)}: must be a Problem; create one, for example with Problem.dense"]
-    reasons = problem.reasons()
-    if not reasons and direction not in (None, problem.direction):
-        reasons.append(f"direction = {problem.direction!r}: plan_{direction} plans the {direction}; set it so")
-    return reasons
+        return [refuse("problem", problem, "must be a Problem", "create one, for example with Problem.dense")]
+    refusals = problem.refusals()
+    if not refusals and direction not in (None, problem.direction):
+        rule = f"must be {direction}, which plan_{direction} plans"
+        refusals.append(refuse("direction", problem.direction, rule, "set it so"))
+    return refusals
 
 
-def arch_objections(arch: object) -> list[str]:
+def arch_refusals(arch: object) -> tuple[Refusal, ...]:
     """Returns why this is no target to plan for."""
-    if not isinstance(arch, str):
-        return [f"arch = {shown(arch)}: must be one of {', '.join(ARCHITECTURES)}; name the target of your GPU"]
     try:
         architecture(arch)
     except NotSupported as error:
-        return list(error.reasons)
-    return []
+        return error.refusals
+    return ()
 
 
-def _family_objections(family: object) -> list[str]:
+def _family_refusals(family: object) -> list[Refusal]:
     if family is None or (isinstance(family, str) and family in FAMILIES):
         return []
-    return [f"family = {shown(family)}: must be one of {', '.join(FAMILIES)}, or None; choose one"]
+    return [refuse("family", family, f"{one_of(FAMILIES)}, or None", "choose one")]
 
 
 def _family_of(problem: Problem, arch: str, tile: TileConfig, num_sms: int) -> str:
     """Returns the family of the tile's variant; for the standard variant that of the best plan."""
-    named = [family for kind, family, name in VARIANTS if (kind, name) == (problem.direction, tile.variant)]
+    named = [family for kind, family, name in KERNELS if (kind, name) == (problem.direction, tile.variant)]
     if tile.variant != STANDARD and named:
         return named[0]
     return plan(problem, arch, num_sms).build.family
 
 
-def _unsupported(problem: Problem, arch: str, family: str) -> tuple[str, ...]:
+def _unsupported(problem: Problem, arch: str, family: Family) -> tuple[str, ...]:
     """Returns what the problem or the target has that the family does not take."""
-    if family == "decode":
-        return decode.unsupported_features(problem)
-    if family == "sm90":
-        targets_without = () if architecture(arch).has_wgmma else ("targets without wgmma",)
-        return *targets_without, *sm90.unsupported_features(problem)
-    return sm80.unsupported_features(problem)
+    is_missing = family.needs_wgmma and not architecture(arch).has_wgmma
+    return *(("targets without wgmma",) if is_missing else ()), *family.unsupported_features(problem)
 
 
-def _sm80_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the sm80 family; none for e4m3 codes, and NotSupported if no tile fits another problem."""
-    if _unsupported(problem, arch, "sm80"):
+def _builds(problem: Problem, arch: str, family: Family, num_sms: int, *, any_length: bool) -> list[Build]:
+    """Returns the builds of a family that fit the target; none if it does not take the problem."""
+    if _unsupported(problem, arch, family):
         return []
-    tried = _tried(problem, arch, "sm80", sm80_tiles(problem))
-    fitting = [build for build, objections in tried if not objections]
-    if not fitting:
-        raise NotSupported(_no_tile(arch, tried))
-    return fitting
+    tried = _tried(problem, arch, family, num_sms, any_length=any_length)
+    return [build for build, refused in tried if not refused]
 
 
-def _no_tile(arch: str, tried: Sequence[tuple[Build, list[str]]]) -> str:
-    """Returns why no tile fits."""
-    found = tried[-1][1] if tried else ["the tile table has no tile for it"]
-    return f"no tile fits {arch}: {'; '.join(found)}; use a smaller head_dim"
-
-
-def _decode_builds(problem: Problem, arch: str) -> list[Build]:
-    """Returns the builds of the decode kernels; none if they do not take the problem."""
-    if _unsupported(problem, arch, "decode"):
-        return []
-    return [build for build, found in _tried(problem, arch, "decode", decode_tiles(problem)) if not found]
-
-
-def _sm90_builds(problem: Problem, arch: str, num_sms: int, *, any_length: bool) -> list[Build]:
-    """Returns the builds of the sm90 family; none if it does not take the problem or the target has no wgmma."""
-    if _unsupported(problem, arch, "sm90"):
-        return []
-    tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms, any_length=any_length)
-    return [build for build, found in _tried(problem, arch, "sm90", tiles) if not found]
-
-
-def _tried(problem: Problem, arch: str, family: str, tiles: Iterable[TileConfig]) -> list[tuple[Build, list[str]]]:
+def _tried(
+    problem: Problem, arch: str, family: Family, num_sms: int, *, any_length: bool
+) -> list[tuple[Build, list[Refusal]]]:
     """Returns the build of each tile that is meant for the target, with every reason why it does not fit."""
     limits = architecture(arch)
-    tried = builds_for(problem, arch, (tile for tile in tiles if arch not in tile.not_on), family)
-    return [(build, found or resources.objections(build, limits)) for build, found in tried]
+    tiles = (tile for tile in family.tiles(problem, num_sms, any_length) if arch not in tile.not_on)
+    tried = builds_for(problem, arch, tiles, family.name)
+    return [(build, found or resources.refusals(build, limits)) for build, found in tried]
 
 
 def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[Launch]:
@@ -328,14 +307,14 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
         launch = Launch(
             symbol,
             (x, y, z),
-            (entry_points.entry_threads(build, role), 1, 1),
+            (entry_parameters.entry_threads(build, role), 1, 1),
             shared_memory_bytes.get(role, 0),
             is_dependent=entry_points.is_dependent_launch(build, role),
         )
-        if build.family == "sm90" and entry_points.has_tensor_maps(build, role):
+        if entry_parameters.has_tensor_maps(build, role):
             own = grad_bias_build(build) if role == "bias" else build
             maps = tuple(_tensor_maps(problem, own, values))
-            launch = replace(launch, tensor_maps=maps, cluster=own.body.cluster)
+            launch = replace(launch, tensor_maps=maps, cluster=own.cluster)
         yield from _pieces(launch)
 
 
@@ -357,18 +336,28 @@ def _pieces(launch: Launch) -> Iterator[Launch]:
 
 def _tensor_maps(problem: Problem, build: Build, values: Mapping[str, int]) -> Iterator[TensorMap]:
     """Yields the tensor maps of what TMA loads and stores, in the order of the kernel's parameters."""
-    for name in entry_points.tensor_maps(build):
-        field = entry_points.mapped_field(name)
-        outer = launch_rules.batch_axis(problem, field)
-        axes = ("batch", "head", "row") if field in BIASES else (outer, "row", "head")
-        names = dict(values)
-        for axis, stride in zip(axes, getattr(problem, field).strides, strict=False):
-            names[f"{field}_{axis}"] = stride
+    for name, tile in kernel_of(build).tensor_maps(build).items():
+        operand = of_tensor(problem, entry_points.mapped_field(name))
+        names = {**values, **operand.strides}
         sizes, strides = (
             tuple(rule.evaluate(names) for rule in side) for side in launch_rules.tensor_map(problem, name)
         )
-        box, swizzle_bytes = sm90.tensor_map_box(build, name, len(sizes), values.get("page_size"))
-        yield TensorMap(field, sizes, strides, box, swizzle_bytes)
+        box, swizzle = _box(build, operand.name, tile, len(sizes), values.get("page_size"))
+        yield TensorMap(operand.name, sizes, strides, box, swizzle)
+
+
+def _box(
+    build: Build, field: str, tile: tuple[int, int], rank: int, page_size: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Returns (box, swizzle width in bytes) of a tensor map of so many axes: a box is one strip of a tile.
+
+    page_size: rows of a page, which ends the boxes of key and value; None for no pages
+    """
+    rows, columns = tile
+    if page_size is not None and field in ("key", "value"):
+        rows = min(page_size, most_box_rows(build))
+    swizzle = swizzle_bytes(columns, build.item_bytes)
+    return (swizzle // build.item_bytes, rows, *([1] * (rank - 2))), swizzle
 
 
 def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
@@ -388,13 +377,8 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
 
 def _reason(problem: Problem, build: Build, values: Mapping[str, int], rejections: dict[str, str]) -> str:
     """Returns why this kernel was chosen, and why a faster family was not; rejections: as for `_plan_of_build`."""
-    if build.family == "decode":
-        return decode.reason(problem.shape, build, values.get("num_splits_key") or values["num_blocks"])
-    reason = sm90.reason(build) if build.family == "sm90" else sm80.reason(build)
-    if build.family == "sm90":
-        reason += tile_time.reason(problem, TileConfig.of(build), sm90_tiles(problem), values["num_sms"])
     if build.family not in rejections:
-        unsupported = sm90.unsupported_features(problem) if build.family == "sm80" else ()
-        words = f"; the sm90 family takes no {', '.join(unsupported)}" if unsupported else ""
-        rejections[build.family] = words + decode.rejection_reason(problem)
-    return reason + rejections[build.family]
+        faster = itertools.takewhile(lambda name: name != build.family, FAMILIES)
+        rejections[build.family] = "".join(FAMILIES[name].rejection(problem) for name in reversed([*faster]))
+    tile = FAMILIES[build.family].preference(problem, build, values["num_sms"])
+    return fused_kernel_of(build).reason(problem, build, values) + tile + rejections[build.family]

@@ -10,22 +10,16 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
-from cutlass_py_attn.plan import decode, decode_smem, entry_points, sm90
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
-from cutlass_py_attn.plan.launch_rules import (
-    BIAS_SIZES,
-    MAX_GRID_YZ,
-    MAX_INT32,
-    VALUE_PAGE_ROWS,
-    batch_axis,
-    bias_axes,
-    grids_of,
-    shape,
-    total_tiles,
-    workspace,
-)
-from cutlass_py_attn.plan.names import (
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
+from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.decode import layout as decode_smem
+from cutlass_py_attn.kernels.sm90_family import backward_choice
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
+from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
     MAX_PAGES,
@@ -39,9 +33,20 @@ from cutlass_py_attn.plan.names import (
     TOKENS_K,
     TOKENS_Q,
 )
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, starts_from_logsumexp
-from cutlass_py_attn.plan.variants import PERSISTENT
+from cutlass_py_attn.launch.variants import PER_HEAD, PERSISTENT
+from cutlass_py_attn.plan import entry_parameters
+from cutlass_py_attn.plan.launch_rules import (
+    MAX_GRID_YZ,
+    MAX_INT32,
+    VALUE_PAGE_ROWS,
+    grids_of,
+    shape,
+    strides,
+    total_tiles,
+    workspace,
+)
 from cutlass_py_attn.problem.masks import UNLIMITED
+from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE, OPERAND_BYTES
@@ -51,7 +56,6 @@ from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
 
 Condition = tuple[Expr, str]  # (expression, the condition in words)
 
-EDGES = {"full": (), "causal": ("window_right",), "local": ("window_left", "window_right")}  # of each mask form
 MAX_WORKSPACE_BYTES: Final = 2**48  # of one buffer; more than any device has, and a sum of them fits in 64 bits
 MAX_MAP_STRIDE_BYTES: Final = 2**40 - 16  # of cuTensorMapEncodeTiled: a multiple of 16 below 2^40
 
@@ -68,7 +72,8 @@ def conditions(problem: Problem, build: Build) -> list[Condition]:
         *_factors(problem, build),
         *_strides(problem, build),
         *_biases(problem, build),
-        *_overlaps(problem),
+        *(distinct(operand) for operand in problem.operands().values() if operand.is_written and operand.strides),
+        *_sees_keys(build),
     ]
 
 
@@ -98,7 +103,7 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
 
 def mapped(build: Build) -> tuple[str, ...]:
     """Returns the tensors that the main kernel reads or writes through a tensor map, in the order of its parameters."""
-    names = (name for name, _ in entry_points.parameters(build))
+    names = (name for name, _ in entry_parameters.parameters(build))
     return tuple(name.removeprefix("map_") for name in names if name.startswith("map_"))
 
 
@@ -142,7 +147,7 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
 
 def _page_maps(build: Build) -> Iterator[Condition]:
     """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
-    least = sm90.LEAST_PAGE_SIZE
+    least = sm90_choice.LEAST_PAGE_SIZE
     is_latent = build.has(registry.KV8_TILE)
     others = "no kernel reads smaller pages of such a cache" if is_latent else "smaller pages need an sm80 kernel"
     yield least <= PAGE_SIZE, f"page_size must be at least {least}: {others}"
@@ -156,33 +161,26 @@ def _page_maps(build: Build) -> Iterator[Condition]:
 
 
 def _edges(build: Build) -> Iterator[Condition]:
-    for name in EDGES[build.mask]:
+    for name in build.form.parameters:
         yield Name(name) >= 0, f"{name} must be at least 0"
         yield Name(name) <= UNLIMITED, f"{name} must be at most {UNLIMITED}, which stands for no limit"
-    if EDGES[build.mask]:
+    if build.form.parameters:
         is_bottom_right = Name("bottom_right")
         yield (is_bottom_right * (1 - is_bottom_right)).equals(0), "bottom_right must be 0 or 1"
 
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
-    for name, tensor in problem.tensors().items():
-        if name not in (*BMHK, KEY_ROPE):
-            continue
-        unit = build.vector_bytes // OPERAND_BYTES[tensor.dtype]
-        axes = batch_axis(problem, name), "row", "head"
-        for axis, size in zip(axes, shape(problem, name), strict=False):
-            stride = Name(f"{name}_{axis}")
-            if unit > 1:
-                yield (step(size, stride, 0) % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
+    operands = problem.operands()
+    for name in (name for name in (*BMHK, KEY_ROPE) if name in operands):
+        unit = build.vector_bytes // OPERAND_BYTES[operands[name].tensor.dtype]
+        for size, stride in list(zip(shape(operands[name]), strides(operands[name]), strict=True))[:3]:
+            yield from multiple(size, stride, unit)
             if name in mapped(build):
                 yield from _map_stride(build, size, stride)
     if build.reads_value_in_key:
-        for axis in (batch_axis(problem, "key"), "row", "head"):
-            yield (
-                Name(f"value_{axis}").equals(Name(f"key_{axis}")),
-                f"value_{axis} must be key_{axis}: value is the first columns of key",
-            )
+        for of_value, of_key in zip(operands["value"].strides, operands["key"].strides, strict=True):
+            yield Name(of_value).equals(Name(of_key)), f"{of_value} must be {of_key}: value is the first columns of key"
     if build.vector_bytes > build.item_bytes and problem.grad_output is not None:
         yield (
             Name("grad_output_column").equals(1),
@@ -190,7 +188,25 @@ def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
         )
 
 
-def _map_stride(build: Build, size: Expr, stride: Name) -> Iterator[Condition]:
+def multiple(size: Expr, stride: Expr, unit: int) -> Iterator[Condition]:
+    """Yields the condition that a stride is a multiple of `unit` elements."""
+    if unit > 1:
+        yield (step(size, stride, 0) % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
+
+
+def distinct(operand: Operand) -> Condition:
+    """Returns the condition that no two indices of a result have the same element.
+
+    For sizes that were changed without the strides they may.
+    """
+    pairs = chain.from_iterable(zip(shape(operand), strides(operand), strict=True))
+    says = (
+        f"rows of {operand.name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
+    )
+    return call("distinct", *pairs).equals(1), says
+
+
+def _map_stride(build: Build, size: Expr, stride: Expr) -> Iterator[Condition]:
     most = MAX_MAP_STRIDE_BYTES // build.item_bytes
     yield step(size, stride, 1) > 0, f"{stride} must be above 0: a tensor map steps forward"
     yield step(size, stride, 1) <= most, f"{stride} must be at most {most}, as in any tensor map"
@@ -200,17 +216,20 @@ def _biases(problem: Problem, build: Build) -> Iterator[Condition]:
     access = {"bias": build.bias_vector_bytes, "grad_bias": build.grad_bias_vector_bytes}
     for name in (name for name in BIASES if access[name] > build.item_bytes):
         unit = access[name] // build.item_bytes
-        for stride in (Name(f"{name}_{axis}") for axis in ("batch", "head", "row")):
-            yield (stride % unit).equals(0), f"{stride} must be a multiple of {unit} elements"
-        yield Name(f"{name}_column").equals(1), f"{name}_column must be 1: rows are read {unit} elements at a time"
+        *others, column = map(Name, of_tensor(problem, name).strides)
+        for other in others:
+            yield (other % unit).equals(0), f"{other} must be a multiple of {unit} elements"
+        yield column.equals(1), f"{column} must be 1: rows are read {unit} elements at a time"
         yield (NUM_KEYS % unit).equals(0), f"num_keys must be a multiple of {unit}, for {name}"
     if problem.grad_bias is None:
         return
+    grad_bias = of_tensor(problem, "grad_bias")
+    sizes = shape(grad_bias)
     if "grad_bias" in mapped(build):
-        for axis, size in zip(("batch", "head", "row"), bias_axes(problem.grad_bias), strict=False):
-            yield from _map_stride(build, size, Name(f"grad_bias_{axis}"))
+        for size, stride in list(zip(sizes, strides(grad_bias), strict=True))[:3]:
+            yield from _map_stride(build, size, stride)
     summed = "" if build.grad_bias_mode in ("main", "none") else build.grad_bias_mode
-    for letter, size, whole in zip("bhqk", bias_axes(problem.grad_bias), BIAS_SIZES, strict=True):
+    for letter, size, whole in zip("bhqk", sizes, (BATCH, NUM_HEADS, NUM_QUERIES, NUM_KEYS), strict=True):
         if size == ONE and letter not in summed:
             yield whole.equals(1), f"{whole} must be 1: grad_bias is not summed over it; export a problem with more"
 
@@ -255,17 +274,11 @@ def _is_zero_or(factor: Expr, least: Term) -> Expr:
     return factor.equals(0) + (factor >= least) + (0 - factor >= least) >= 1
 
 
-def _overlaps(problem: Problem) -> Iterator[Condition]:
-    """No two indices of a result have the same element: for sizes that were changed without the strides they may."""
-    for name in problem.tensors():
-        is_read = name == "grad_output" or (name != "output" and not name.startswith("grad_"))
-        if is_read or (name == "output" and problem.direction == "backward"):
-            continue
-        axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head", "")
-        strides = (Name(f"{name}_{axis}") if axis else ONE for axis in axes)
-        pairs = chain.from_iterable(zip(shape(problem, name), strides, strict=True))
-        says = f"rows of {name} overlap: its strides must be those of an array of these sizes; set them with the sizes"
-        yield call("distinct", *pairs).equals(1), says
+def _sees_keys(build: Build) -> Iterator[Condition]:
+    """Variant per_head writes the gradient of a query with the last key tile that it sees, and of no other query."""
+    if build.variant == PER_HEAD and not build.form.sees_all:
+        says = f"each tile of {build.tile_m} queries must see a key; export a problem of which some do not"
+        yield backward_choice.sees_keys(build.form, build.tile_m), says
 
 
 def _chunks(build: Build) -> Iterator[Condition]:

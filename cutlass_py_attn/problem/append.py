@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import ClassVar, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.problem.overlap import overlaps_itself
+from cutlass_py_attn.problem.operands import Operand, named_strides
 from cutlass_py_attn.problem.quantization import CACHE_SCALES, SCALE_COLUMNS
-from cutlass_py_attn.problem.scalars import shown
-from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, F32_BYTES, ITEM_BYTES, ROW_ALIGNMENT_BYTES, Tensor
-from cutlass_py_attn.problem.validation import MAX_BYTES, stride_objections
+from cutlass_py_attn.problem.tensors import E4M3, ITEM_BYTES, Tensor
+from cutlass_py_attn.problem.validation import memory_refusals, stride_refusals, tensor_refusals
+from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 MAX_HEAD_DIM: Final = 1024  # a few threads hold a whole row
 MAX_ROWS: Final = 2**31 - 2**10  # rows of key, which the kernel counts in 32 bits up to the end of the last block
@@ -27,13 +27,20 @@ MAX_E4M3: Final = 448.0  # the largest finite e4m3 number
 CACHES: Final = ("key_cache", "value_cache")
 SCALES: Final = CACHE_SCALES
 NO_SCALES, GIVEN_SCALES, ROW_SCALES, TILE_SCALES = "none", "given", "row", "tile"
-_REQUIRED: Final = ("key", "value", *CACHES, "slots")
+_STRIDES: Final = ("page", "row", "head", "tile")
+_POOL: Final = ("num_pages", "page_size", "num_heads_key")
 _AXES: Final = {
-    "key": "(tokens, num_heads_key, head_dim)",
-    "value": "(tokens, num_heads_key, head_dim_value)",
-    "key_cache": "(num_pages, page_size, num_heads_key, head_dim)",
-    "value_cache": "(num_pages, page_size, num_heads_key, head_dim_value)",
-    "slots": "(tokens,)",
+    "key": ("tokens", "num_heads_key", "head_dim"),
+    "value": ("tokens", "num_heads_key", "head_dim_value"),
+    "key_cache": (*_POOL, "head_dim"),
+    "value_cache": (*_POOL, "head_dim_value"),
+    "slots": ("tokens",),
+}
+_FEATURES: Final[dict[str, tuple[str, ...]]] = {
+    NO_SCALES: (),
+    GIVEN_SCALES: ("e4m3_cache",),
+    ROW_SCALES: ("e4m3_cache", "row_scales"),
+    TILE_SCALES: ("e4m3_cache", "tile_scales"),
 }
 
 
@@ -62,6 +69,8 @@ class AppendProblem:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
+    direction: ClassVar = "append"
+
     @staticmethod
     def dense(
         key: tuple[int, int, int],
@@ -82,7 +91,7 @@ class AppendProblem:
         tiles = (*pages, heads, ceil_div(head_dim, SCALE_COLUMNS))
         shapes = {NO_SCALES: None, GIVEN_SCALES: (heads,), ROW_SCALES: (*pages, heads), TILE_SCALES: tiles}
         if scales not in shapes:
-            raise NotSupported(f"scales = {shown(scales)}: must be one of {', '.join(shapes)}; choose one")
+            raise NotSupported(refuse("scales", scales, one_of(shapes), "choose one"))
         shape = shapes[scales]
         scale = None if shape is None else Tensor.contiguous(shape, "float32")
         dims = head_dim, head_dim_value or head_dim
@@ -131,84 +140,120 @@ class AppendProblem:
         scales = {ROW_SCALES: SCALES, TILE_SCALES: ("key_scale",)}
         return (*CACHES, *scales.get(self.scales, ()))
 
+    @property
+    def dtype(self) -> str:
+        """Element type of the new rows."""
+        return self.key.dtype
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """How rows are scaled, in the words of a C library's flags."""
+        return _FEATURES[self.scales]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that may differ between launches of one kernel, by name."""
+        pages, page_size, heads, _ = self.key_cache.shape
+        return {"tokens_k": self.tokens, "num_heads_key": heads, "page_size": page_size, "num_pages": pages}
+
+    def operands(self) -> dict[str, Operand]:
+        """Returns every array of a problem without objections by name."""
+        found = {}
+        for name, tensor in self.tensors().items():
+            if name in SCALES:
+                found[name] = self._scale(name, tensor)
+            else:
+                strides = named_strides(name, _strides_of(name), tensor.steps)
+                found[name] = Operand(name, tensor, _AXES[name], strides, name in self.outputs)
+        return found
+
+    def _scale(self, name: str, tensor: Tensor) -> Operand:
+        """Returns a scale with the axes of a pool, and stride 0 along those that it does not have."""
+        has_tiles = self.scales == TILE_SCALES
+        axes = _STRIDES if has_tiles else _STRIDES[:3]
+        steps = *(0,) * (len(axes) - len(tensor.shape)), *tensor.steps
+        shape = *self.key_cache.shape[:3], tensor.shape[-1] if has_tiles else 1
+        whole = Tensor(shape, (*steps, 1)[: len(shape)], tensor.dtype, tensor.alignment)
+        return Operand(name, whole, (*_POOL, "tiles"), named_strides(name, axes, steps), name in self.outputs)
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the problem has, by name."""
         return {field.name: tensor for field in fields(self) if (tensor := getattr(self, field.name)) is not None}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Returns every reason to refuse the problem: what was given, what is allowed, what to do."""
         wrong = [*_kinds(self)] or [*_ranks(self)]
         return wrong or [*_dtypes(self), *_shapes(self), *_scales(self), *_memory(self)]
 
+    def reasons(self) -> list[str]:
+        """Returns `refusals` as sentences."""
+        return [*map(str, self.refusals())]
+
     def check(self) -> None:
         """Raises NotSupported with every reason to refuse the problem, if there is one."""
-        if reasons := self.reasons():
-            raise NotSupported(reasons)
+        if refusals := self.refusals():
+            raise NotSupported(refusals)
 
 
-def _kinds(problem: AppendProblem) -> Iterator[str]:
+def _strides_of(name: str) -> tuple[str, ...]:
+    """Returns the names of the strides of an array whose columns are contiguous."""
+    return _STRIDES if name in SCALES else _STRIDES[4 - len(_AXES[name]) : 3]
+
+
+def _kinds(problem: AppendProblem) -> Iterator[Refusal]:
     for field in fields(problem):
-        given = getattr(problem, field.name)
-        if not isinstance(given, Tensor) and (given is not None or field.name in _REQUIRED):
-            optional = "" if field.name in _REQUIRED else ", or None"
-            yield f"{field.name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+        yield from tensor_refusals(field.name, getattr(problem, field.name), is_required=field.name in _AXES)
 
 
-def _ranks(problem: AppendProblem) -> Iterator[str]:
+def _ranks(problem: AppendProblem) -> Iterator[Refusal]:
     for name, axes in _AXES.items():
         shape = getattr(problem, name).shape
-        if len(shape) != axes.count(",") + (name != "slots"):
-            yield f"{name} has shape {shape}: must be {axes}; reshape it"
-    yield from stride_objections(problem.tensors())
+        if len(shape) != len(axes):
+            yield refuse(f"{name}.shape", shape, f"must be {_shown(axes)}", "reshape it")
+    yield from stride_refusals(problem.tensors())
 
 
-def _dtypes(problem: AppendProblem) -> Iterator[str]:
+def _shown(axes: tuple[str, ...]) -> str:
+    return f"({', '.join(axes)}{',' * (len(axes) == 1)})"
+
+
+def _dtypes(problem: AppendProblem) -> Iterator[Refusal]:
     key, value, cache = problem.key.dtype, problem.value.dtype, problem.key_cache.dtype
+    value_cache = problem.value_cache.dtype
     if key not in ITEM_BYTES:
-        yield f"key has dtype {key}: must be one of {', '.join(ITEM_BYTES)}; cast it"
+        yield refuse("key.dtype", key, one_of(ITEM_BYTES), "cast it")
     if value != key:
-        yield f"value has dtype {value} but key has {key}: both must agree; cast one of them"
+        yield refuse("value.dtype", value, f"must be {key} as key", "cast one of them")
     if cache not in (key, *E4M3):
-        yield (
-            f"key_cache has dtype {cache}: must be {key} as key, {E4M3[0]}, or uint8 for the bytes of e4m3 numbers; "
-            "cast key and value, or allocate another cache"
-        )
-    if cache in E4M3 and problem.value_cache.dtype not in (cache, value):
-        yield (
-            f"value_cache has dtype {problem.value_cache.dtype}: must be {cache} as key_cache, or {value} as value for "
-            "a latent cache; allocate another cache"
-        )
-    elif cache not in E4M3 and problem.value_cache.dtype != cache:
-        yield (
-            f"value_cache has dtype {problem.value_cache.dtype} but key_cache has {cache}: both must agree; allocate "
-            "one of them anew"
-        )
+        rule = f"must be {key} as key, {E4M3[0]}, or uint8 for the bytes of e4m3 numbers"
+        yield refuse("key_cache.dtype", cache, rule, "cast key and value, or allocate another cache")
+    if cache in E4M3 and value_cache not in (cache, value):
+        rule = f"must be {cache} as key_cache, or {value} as value for a latent cache"
+        yield refuse("value_cache.dtype", value_cache, rule, "allocate another cache")
+    elif cache not in E4M3 and value_cache != cache:
+        yield refuse("value_cache.dtype", value_cache, f"must be {cache} as key_cache", "allocate one of them anew")
     if problem.slots.dtype != "int64":
-        yield f"slots has dtype {problem.slots.dtype}: must be int64; cast it"
+        yield refuse("slots.dtype", problem.slots.dtype, "must be int64", "cast it")
 
 
-def _shapes(problem: AppendProblem) -> Iterator[str]:
+def _shapes(problem: AppendProblem) -> Iterator[Refusal]:
     tokens, heads, head_dim = problem.key.shape
     head_dim_value, (pages, page_size) = problem.value.shape[2], problem.key_cache.shape[:2]
-    expected = {
-        "value": (tokens, heads, head_dim_value),
-        "key_cache": (pages, page_size, heads, head_dim),
-        "value_cache": (pages, page_size, heads, head_dim_value),
-        "slots": (tokens,),
-    }
-    for name, shape in expected.items():
-        found = getattr(problem, name).shape
-        if found != shape:
-            yield f"{name} has shape {found}: must be {shape} to match {_matched(name, problem)}; reshape it"
+    sizes = dict(zip(_AXES["key"], problem.key.shape, strict=True))
+    sizes |= {"head_dim_value": head_dim_value, "num_pages": pages, "page_size": page_size}
+    for name, axes in _AXES.items():
+        shape, wanted = getattr(problem, name).shape, tuple(sizes[axis] for axis in axes)
+        if shape != wanted:
+            yield refuse(f"{name}.shape", shape, f"must be {wanted} to match {_matched(name, problem)}", "reshape it")
     for label, size in (("head_dim", head_dim), ("head_dim_value", head_dim_value)):
         if not 1 <= size <= MAX_HEAD_DIM:
-            yield f"{label} = {size}: must be from 1 to {MAX_HEAD_DIM}; append slices of the columns"
+            yield refuse(label, size, f"must be from 1 to {MAX_HEAD_DIM}", "append slices of the columns")
     if page_size < 1:
-        yield f"page_size = {page_size}: must be at least 1; allocate key_cache with rows in a page"
+        yield refuse("page_size", page_size, "must be at least 1", "allocate key_cache with rows in a page")
     if tokens * heads > MAX_ROWS:
-        yield f"tokens * num_heads_key = {tokens * heads}: must be at most {MAX_ROWS}; append in several calls"
+        yield refuse("tokens * num_heads_key", tokens * heads, f"must be at most {MAX_ROWS}", "append in several calls")
     if problem.num_slots > MAX_SLOTS:
-        yield f"num_pages * page_size = {problem.num_slots}: must be at most {MAX_SLOTS}; use several caches"
+        yield refuse("num_pages * page_size", problem.num_slots, f"must be at most {MAX_SLOTS}", "use several caches")
 
 
 def _matched(name: str, problem: AppendProblem) -> str:
@@ -216,70 +261,47 @@ def _matched(name: str, problem: AppendProblem) -> str:
     return ", ".join(f"{each} {getattr(problem, each).shape}" for each in names)
 
 
-def _scales(problem: AppendProblem) -> Iterator[str]:
-    given = {name: tensor for name in SCALES if (tensor := getattr(problem, name)) is not None}
+def _scales(problem: AppendProblem) -> Iterator[Refusal]:
+    scales = {name: tensor for name in SCALES if (tensor := getattr(problem, name)) is not None}
     if problem.key_cache.dtype not in E4M3:
-        for name in given:
-            yield (
-                f"{name} is given, but key_cache has dtype {problem.key_cache.dtype}: only an e4m3 cache has scales; "
-                "leave it out"
-            )
+        for name, scale in scales.items():
+            rule = f"only an e4m3 cache has scales, and key_cache has dtype {problem.key_cache.dtype}"
+            yield refuse(name, scale, rule, "leave it out")
         return
     if problem.scales == TILE_SCALES:
         yield from _tile_scales(problem)
         return
     heads = problem.num_heads_key
     row_shape = (*problem.key_cache.shape[:2], heads)
-    allowed = f"(), (1,), ({heads},) for given scales, or {row_shape} for computed ones"
+    rule = f"must be float32 (), (1,), ({heads},) for given scales, or {row_shape} for computed ones"
     wrong = []
     for name in SCALES:
-        if name not in given:
-            wrong.append(f"{name} is missing: an e4m3 cache needs float32 {allowed}; pass it")
-        elif given[name].dtype != "float32" or given[name].shape not in ((), (1,), (heads,), row_shape):
-            found = f"{name} has shape {given[name].shape} and dtype {given[name].dtype}"
-            wrong.append(f"{found}: must be float32 {allowed}; reshape or cast it")
+        scale = scales.get(name)
+        if scale is None:
+            wrong.append(refuse(name, None, f"{rule}, for an e4m3 cache", "pass it"))
+        elif scale.dtype != "float32" or scale.shape not in ((), (1,), (heads,), row_shape):
+            wrong.append(refuse(name, scale, rule, "reshape or cast it"))
     yield from wrong
-    if not wrong and len({len(tensor.shape) == 3 for tensor in given.values()}) == 2:
-        shapes = " and ".join(f"{name} {tensor.shape}" for name, tensor in given.items())
-        yield f"{shapes}: must both be given, or both be computed for each row; pass two of a kind"
+    if not wrong and len({len(tensor.shape) == 3 for tensor in scales.values()}) == 2:
+        rule = f"must be given, or computed for each row, as key_scale of shape {scales['key_scale'].shape}"
+        yield refuse("value_scale", scales["value_scale"], rule, "pass two of a kind")
 
 
-def _tile_scales(problem: AppendProblem) -> Iterator[str]:
+def _tile_scales(problem: AppendProblem) -> Iterator[Refusal]:
     """Yields why the scales are not those of a latent cache."""
     shape = (*problem.key_cache.shape[:2], problem.num_heads_key, ceil_div(problem.key.shape[2], SCALE_COLUMNS))
-    allowed = f"float32 {shape}, a computed scale of each {SCALE_COLUMNS} columns of a row"
     scale, dtype = problem.key_scale, problem.value_cache.dtype
-    if scale is None:
-        yield f"key_scale is missing: an e4m3 key_cache beside a value_cache of {dtype} needs {allowed}; pass it"
-    elif scale.dtype != "float32" or scale.shape != shape:
-        found = f"key_scale has shape {scale.shape} and dtype {scale.dtype}"
-        yield f"{found}: must be {allowed}, beside a value_cache of {dtype}; reshape or cast it"
+    if scale is None or scale.dtype != "float32" or scale.shape != shape:
+        rule = (
+            f"must be float32 {shape}, a computed scale of each {SCALE_COLUMNS} columns of a row, beside a "
+            f"value_cache of {dtype}"
+        )
+        yield refuse("key_scale", scale, rule, "pass it" if scale is None else "reshape or cast it")
     if problem.value_scale is not None:
-        yield f"value_scale is given, but value_cache has dtype {dtype}: only e4m3 codes have scales; leave it out"
+        rule = f"only e4m3 codes have scales, and value_cache has dtype {dtype}"
+        yield refuse("value_scale", problem.value_scale, rule, "leave it out")
 
 
-def _memory(problem: AppendProblem) -> Iterator[str]:
-    items = {name: ITEM_BYTES.get(tensor.dtype, E4M3_BYTES) for name, tensor in problem.tensors().items()}
-    items |= {"slots": 8} | dict.fromkeys(SCALES, F32_BYTES)
+def _memory(problem: AppendProblem) -> Iterator[Refusal]:
     for name, tensor in problem.tensors().items():
-        item = items[name]
-        if name not in ("slots", *SCALES) and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
-            yield f"{name} has last stride {tensor.strides[-1]}: must be 1; make the head dimension contiguous"
-        if name == "slots" and tensor.shape[0] > 1 and tensor.strides[0] != 1:
-            yield f"slots has stride {tensor.strides[0]}: must be 1; copy it"
-        if tensor.alignment < min(item, ROW_ALIGNMENT_BYTES):
-            yield (
-                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
-                f"{item}-byte elements; copy it"
-            )
-        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        if reach * item >= MAX_BYTES:
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
-                "use smaller strides"
-            )
-        if name in problem.outputs and overlaps_itself(tensor.shape, tensor.strides):
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: rows that are written must not "
-                "overlap; allocate it in full"
-            )
+        yield from memory_refusals(name, tensor, _strides_of(name), is_written=name in problem.outputs)

@@ -4,13 +4,13 @@ Every mask is a band: query i sees key j if low <= j - i <= high, and both indic
 computes low and high from the lengths. `Band` computes ranges of a band for Python ints, NumPy arrays and traced values
 alike. All indices are zero-based inside the sequence.
 
-Kernels are compiled for one of three forms: "full" (no edge), "causal" (a right edge) and "local" (both edges). The
-positions of the edges are run-time parameters, so that all windows of one form share their kernels.
+Kernels are compiled for one form of band. The positions of its edges are run-time parameters, so that all windows of
+one form share their kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,10 +18,45 @@ import numpy.typing as npt
 
 from cutlass_py_attn.integers import larger, smaller
 from cutlass_py_attn.problem.scalars import python_value
+from cutlass_py_attn.refusals import Refusal, refuse
 
-FORMS = ("full", "causal", "local")
 _PLAIN = frozenset((int, bool, str, type(None)))
 UNLIMITED = 2**30 - 2**17  # means no edge; its sum with lengths up to 2^29 stays in 32 bits
+
+
+class Form(str):
+    """Which edges a band has: "full" none, "causal" a right one, "local" both. Code asks for edges, not for names."""
+
+    __slots__ = ()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a query does not see keys far before its diagonal."""
+        return self == "local"
+
+    @property
+    def has_right(self) -> bool:
+        """Whether a query does not see keys behind its diagonal."""
+        return self != "full"
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key."""
+        return not (self.has_left or self.has_right)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the run-time parameters that say where its edges are."""
+        edges = (("window_left", self.has_left), ("window_right", self.has_right))
+        return tuple(name for name, is_limited in edges if is_limited)
+
+    @property
+    def grows(self) -> bool:
+        """Whether a query sees all keys that the queries before it see, and later ones behind these."""
+        return self.has_right and not self.has_left
+
+
+FORMS = (Form("full"), Form("causal"), Form("local"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +68,7 @@ class Band:
     num_queries, num_keys: lengths of the sequence
     """
 
-    form: str
+    form: Form
     low: Any
     high: Any
     num_queries: Any
@@ -42,29 +77,29 @@ class Band:
     def sees(self, query: Any, key: Any) -> Any:
         """Returns whether `query` sees `key`."""
         inside = (key < self.num_keys) & (query < self.num_queries)
-        if self.form != "full":
+        if self.form.has_right:
             inside = inside & (key - query <= self.high)
-        if self.form == "local":
+        if self.form.has_left:
             inside = inside & (key - query >= self.low)
         return inside
 
     def key_start(self, first_query: Any) -> Any:
         """Returns the first key that any query >= first_query sees, at least 0; num_keys or more if none sees one."""
-        return larger(first_query + self.low, 0) if self.form == "local" else first_query * 0
+        return larger(first_query + self.low, 0) if self.form.has_left else first_query * 0
 
     def key_end(self, last_query: Any) -> Any:
         """Returns one past the last key that any query <= last_query sees, in [0, num_keys]."""
-        if self.form == "full":
+        if not self.form.has_right:
             return self.num_keys
         return larger(smaller(self.num_keys, last_query + self.high + 1), 0)
 
     def query_start(self, first_key: Any) -> Any:
         """Returns the first query that sees any key >= first_key; num_queries or more if none does."""
-        return first_key * 0 if self.form == "full" else larger(first_key - self.high, 0)
+        return larger(first_key - self.high, 0) if self.form.has_right else first_key * 0
 
     def query_end(self, last_key: Any) -> Any:
         """Returns one past the last query that sees any key <= last_key, in [0, num_queries]."""
-        if self.form != "local":
+        if not self.form.has_left:
             return self.num_queries
         return larger(smaller(self.num_queries, last_key - self.low + 1), 0)
 
@@ -97,11 +132,11 @@ class Mask:
         return None
 
     @property
-    def form(self) -> str:
+    def form(self) -> Form:
         """Form of the mask in kernels: full, causal or local."""
         if self.left is not None:
-            return "local"
-        return "full" if self.right is None else "causal"
+            return Form("local")
+        return Form("full" if self.right is None else "causal")
 
     @property
     def edges(self) -> tuple[int, int]:
@@ -124,8 +159,8 @@ class Mask:
         """Returns the number of visible (query, key) pairs."""
         query = np.arange(num_queries, dtype=np.int64)
         band = self.band(num_queries, num_keys)
-        first = np.maximum(query + band.low, 0) if self.form == "local" else 0 * query
-        last = np.minimum(query + band.high, num_keys - 1) if self.form != "full" else 0 * query + num_keys - 1
+        first = np.maximum(query + band.low, 0) if self.form.has_left else 0 * query
+        last = np.minimum(query + band.high, num_keys - 1) if self.form.has_right else 0 * query + num_keys - 1
         return int(np.maximum(last - first + 1, 0).sum())
 
     def materialise(self, num_queries: int, num_keys: int) -> npt.NDArray[np.bool_]:
@@ -134,14 +169,6 @@ class Mask:
         key = np.arange(num_keys)[None, :]
         visible = self.sees(query, key, num_queries, num_keys)
         return np.broadcast_to(visible, (num_queries, num_keys)).copy()
-
-    def objections(self) -> list[str]:
-        """Returns what is wrong with the numbers of the mask."""
-        return [
-            f"mask {side} = {edge!r}: must be an int of at least 0, or None for no limit; correct it"
-            for side, edge in (("left", self.left), ("right", self.right))
-            if edge is not None and (not isinstance(edge, int) or isinstance(edge, bool) or edge < 0)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +197,6 @@ class Causal(Mask):
     def right(self) -> int | None:
         """0: the key on the diagonal is the last visible key."""
         return 0
-
-    def objections(self) -> list[str]:
-        """Returns what is wrong with the window."""
-        size = self.window_size
-        if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
-            return []
-        return [f"window_size = {size!r}: must be an int of at least 1, or None for no window; correct it"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +233,21 @@ class Window(Mask):
         return self.window_right
 
 
-def objections(mask: object) -> list[str]:
-    """Returns what is wrong with an object that was passed as a mask."""
-    if isinstance(mask, Mask):
-        return mask.objections()
-    return [f"mask = {mask!r}: must be a mask object such as Full() or Causal(); make one"]
-
-
 ALL: dict[str, type[Mask]] = {cls.name: cls for cls in (Full, Causal, CausalBottomRight, Window)}
 PLAIN = ("full", "causal", "causal_br")  # masks without numbers
+
+
+def refusals(mask: object) -> list[Refusal]:
+    """Returns why this is no mask, or which of its numbers are none."""
+    if type(mask) not in ALL.values():
+        return [refuse("mask", mask, "must be a mask object such as Full() or Causal()", "make one")]
+    least, none = (1, "no window") if isinstance(mask, Causal) else (0, "no limit")
+    numbers = {item.name: getattr(mask, item.name) for item in fields(mask)}  # type: ignore[arg-type]
+    return [
+        refuse(name, number, f"must be an int of at least {least}, or None for {none}", "correct it")
+        for name, number in numbers.items()
+        if number is not None and (type(number) is not int or number < least)
+    ]
 
 
 def from_name(name: str) -> Mask:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import ClassVar, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.problem.overlap import overlaps_itself
-from cutlass_py_attn.problem.scalars import integer_of, shown
-from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, LSE_PADDING, Tensor
-from cutlass_py_attn.problem.validation import MAX_BYTES, stride_objections
+from cutlass_py_attn.problem.operands import LOGSUMEXP, Operand, named_strides
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.tensors import ITEM_BYTES, LSE_PADDING, ROW_STRIDES, Tensor
+from cutlass_py_attn.problem.validation import memory_refusals, stride_refusals, tensor_refusals
+from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 MAX_HEAD_DIM: Final = 1024
 MAX_ROWS: Final = 2**31 - 2**10  # counted in 32 bits up to the end of the last block
@@ -44,6 +45,8 @@ class MergeProblem:
     logsumexp_b: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
+
+    direction: ClassVar = "merge"
 
     @staticmethod
     def dense(shape: tuple[int, int, int, int], dtype: str) -> MergeProblem:
@@ -103,122 +106,136 @@ class MergeProblem:
         """Shape of each logsumexp."""
         return self.batch, self.output_a.shape[2], round_up(self.num_queries, LSE_PADDING)
 
+    @property
+    def dtype(self) -> str:
+        """Element type of output_a."""
+        return self.output_a.dtype
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """("varlen",) if the outputs are packed."""
+        return ("varlen",) if self.is_packed else ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that may differ between launches of one kernel, by name."""
+        _, tokens, heads, _ = self.output_a.shape
+        packed = {"tokens_q": tokens} if self.is_packed else {}
+        return {"batch": self.batch, "num_queries": self.num_queries, "num_heads": heads, **packed}
+
+    def operands(self) -> dict[str, Operand]:
+        """Returns every array of a problem without objections by name, the logsumexp of the result too."""
+        rows = ("packed", "tokens_q") if self.is_packed else ("batch", "num_queries")
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(OUTPUTS, (*rows, "num_heads", "head_dim_value"))
+        axes |= {**dict.fromkeys((*LOGSUMEXPS, "logsumexp"), LOGSUMEXP), "cu_seqlens_q": ("bounds",)}
+        arrays = self.tensors()
+        if not self.is_sum:
+            arrays["logsumexp"] = Tensor.contiguous(self.logsumexp_shape, "float32")
+        found = {}
+        for name in (name for name in axes if name in arrays):
+            strides = named_strides(name, ROW_STRIDES, arrays[name].steps) if name in OUTPUTS else {}
+            found[name] = Operand(name, arrays[name], axes[name], strides, name in ("output", "logsumexp"))
+        return found
+
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the problem has, by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in found.items() if name != "max_seqlen_q" and tensor is not None}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Returns every reason to refuse the problem: what was given, what is allowed, what to do."""
         wrong = [*_kinds(self)] or [*_ranks(self)]
         return wrong or [*_shapes(self), *_dtypes(self), *_memory(self)]
 
+    def reasons(self) -> list[str]:
+        """Returns `refusals` as sentences."""
+        return [*map(str, self.refusals())]
+
     def check(self) -> None:
         """Raises NotSupported with every reason to refuse the problem, if there is one."""
-        if reasons := self.reasons():
-            raise NotSupported(reasons)
+        if refusals := self.refusals():
+            raise NotSupported(refusals)
 
 
-def _kinds(problem: MergeProblem) -> Iterator[str]:
+def _kinds(problem: MergeProblem) -> Iterator[Refusal]:
     for name in (*OUTPUTS, *LOGSUMEXPS, "cu_seqlens_q"):
-        given = getattr(problem, name)
-        if not isinstance(given, Tensor) and (given is not None or name in OUTPUTS):
-            optional = "" if name in OUTPUTS else ", or None"
-            yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
+        yield from tensor_refusals(name, getattr(problem, name), is_required=name in OUTPUTS)
     if (problem.logsumexp_a is None) != (problem.logsumexp_b is None):
         missing = "logsumexp_a" if problem.logsumexp_a is None else "logsumexp_b"
-        yield f"{missing} = None: must be a Tensor, or both None for a sum; pass both, or neither"
+        yield refuse(missing, None, "must be a Tensor, or both None for a sum", "pass both, or neither")
     if problem.is_sum and problem.is_packed:
-        yield "cu_seqlens_q without logsumexps: must be None, for rows are added as they lie; leave it out"
+        rule = "must be None without logsumexps, for rows are added as they lie"
+        yield refuse("cu_seqlens_q", problem.cu_seqlens_q, rule, "leave it out")
     longest = problem.max_seqlen_q
     if longest is not None and (integer_of(longest) is None or longest < 0):
-        yield f"max_seqlen_q = {shown(longest)}: must be an int of at least 0; pass the longest sequence's length"
+        yield refuse("max_seqlen_q", longest, "must be an int of at least 0", "pass the longest sequence's length")
     if (problem.cu_seqlens_q is None) != (longest is None):
-        missing = "max_seqlen_q" if longest is None else "cu_seqlens_q"
-        yield f"{missing} is missing: packed outputs need cu_seqlens_q and max_seqlen_q; pass both, or neither"
+        missing, other = ("max_seqlen_q", "cu_seqlens_q") if longest is None else ("cu_seqlens_q", "max_seqlen_q")
+        yield refuse(missing, None, f"must come with {other}, for packed outputs", "pass both, or neither")
 
 
-def _ranks(problem: MergeProblem) -> Iterator[str]:
+def _ranks(problem: MergeProblem) -> Iterator[Refusal]:
     for name in OUTPUTS:
-        if len(getattr(problem, name).shape) != 4:
-            yield (
-                f"{name} has shape {getattr(problem, name).shape}: must be (batch, num_queries, num_heads, "
-                "head_dim_value); add the missing axes with size 1"
-            )
+        shape = getattr(problem, name).shape
+        if len(shape) != 4:
+            rule = "must be (batch, num_queries, num_heads, head_dim_value)"
+            yield refuse(f"{name}.shape", shape, rule, "add the missing axes with size 1")
     for name in LOGSUMEXPS if not problem.is_sum else ():
-        if len(getattr(problem, name).shape) != 3:
-            yield (
-                f"{name} has shape {getattr(problem, name).shape}: must be (batch, num_heads, ceil32(num_queries)), as "
-                "attention_forward returns it; pass that array"
-            )
+        shape = getattr(problem, name).shape
+        if len(shape) != 3:
+            rule = "must be (batch, num_heads, ceil32(num_queries)), as attention_forward returns it"
+            yield refuse(f"{name}.shape", shape, rule, "pass that array")
     lengths = problem.cu_seqlens_q
     if lengths is not None and (len(lengths.shape) != 1 or lengths.shape[0] < 1):
-        yield f"cu_seqlens_q has shape {lengths.shape}: must be (count + 1,); pass [0] for no sequence"
-    yield from stride_objections(problem.tensors())
+        yield refuse("cu_seqlens_q.shape", lengths.shape, "must be (count + 1,)", "pass [0] for no sequence")
+    yield from stride_refusals(problem.tensors())
 
 
-def _shapes(problem: MergeProblem) -> Iterator[str]:
-    shape = problem.output_a.shape
+def _shapes(problem: MergeProblem) -> Iterator[Refusal]:
+    wanted = problem.output_a.shape
     for name in OUTPUTS[1:]:
-        if getattr(problem, name).shape != shape:
-            yield f"{name} has shape {getattr(problem, name).shape}: must be {shape} as output_a; reshape it"
+        shape = getattr(problem, name).shape
+        if shape != wanted:
+            yield refuse(f"{name}.shape", shape, f"must be {wanted} as output_a", "reshape it")
     for name in LOGSUMEXPS if not problem.is_sum else ():
-        if getattr(problem, name).shape != problem.logsumexp_shape:
-            yield (
-                f"{name} has shape {getattr(problem, name).shape}: must be {problem.logsumexp_shape}, (batch, "
-                "num_heads, num_queries rounded up to a multiple of 32), as attention_forward returns it; pass that"
+        shape = getattr(problem, name).shape
+        if shape != problem.logsumexp_shape:
+            rule = (
+                f"must be {problem.logsumexp_shape}, (batch, num_heads, num_queries rounded up to a multiple of 32), "
+                "as attention_forward returns it"
             )
-    if problem.is_packed and shape[0] != 1:
-        yield f"output_a has batch {shape[0]} with cu_seqlens_q: must be 1; concatenate the sequences in one axis"
-    if problem.is_packed and not 0 <= problem.num_queries <= shape[1]:
-        yield (
-            f"max_seqlen_q = {problem.num_queries}: must be from 0 to the {shape[1]} tokens; pass the longest "
-            "sequence's length"
-        )
-    if not 1 <= shape[3] <= MAX_HEAD_DIM:
-        yield f"head_dim_value = {shape[3]}: must be from 1 to {MAX_HEAD_DIM}; merge slices of the columns"
+            yield refuse(f"{name}.shape", shape, rule, "pass that")
+    if problem.is_packed and wanted[0] != 1:
+        remedy = "concatenate the sequences in one axis"
+        yield refuse("batch of output_a", wanted[0], "must be 1 with cu_seqlens_q", remedy)
+    if problem.is_packed and not 0 <= problem.num_queries <= wanted[1]:
+        rule = f"must be from 0 to the {wanted[1]} tokens"
+        yield refuse("max_seqlen_q", problem.num_queries, rule, "pass the longest sequence's length")
+    if not 1 <= wanted[3] <= MAX_HEAD_DIM:
+        yield refuse("head_dim_value", wanted[3], f"must be from 1 to {MAX_HEAD_DIM}", "merge slices of the columns")
     if problem.num_rows > MAX_ROWS:
-        rows = f"batch * num_queries * num_heads = {problem.num_rows}"
-        yield f"{rows}: must be at most {MAX_ROWS}; merge in several calls"
+        product = "batch * num_queries * num_heads"
+        yield refuse(product, problem.num_rows, f"must be at most {MAX_ROWS}", "merge in several calls")
 
 
-def _dtypes(problem: MergeProblem) -> Iterator[str]:
+def _dtypes(problem: MergeProblem) -> Iterator[Refusal]:
     dtype, total, result = problem.output_b.dtype, problem.output_a.dtype, problem.output.dtype
     if dtype not in ITEM_BYTES:
-        yield f"output_b has dtype {dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
+        yield refuse("output_b.dtype", dtype, one_of(ITEM_BYTES), "cast it")
     if total != "float32" and (problem.is_sum or total != dtype):
         allowed = "float32" if problem.is_sum or dtype == "float32" else f"{dtype} as output_b, or float32"
-        yield f"output_a has dtype {total}: must be {allowed}; cast it"
+        yield refuse("output_a.dtype", total, f"must be {allowed}", "cast it")
     elif result not in (total, dtype):
-        yield f"output has dtype {result}: must be {' or '.join(dict.fromkeys((total, dtype)))}; pass another array"
+        rule = f"must be {' or '.join(dict.fromkeys((total, dtype)))}"
+        yield refuse("output.dtype", result, rule, "pass another array")
     names = () if problem.is_sum else LOGSUMEXPS
     expected = dict.fromkeys(names, "float32") | ({"cu_seqlens_q": "int32"} if problem.is_packed else {})
-    for name, kind in expected.items():
-        if getattr(problem, name).dtype != kind:
-            yield f"{name} has dtype {getattr(problem, name).dtype}: must be {kind}; cast it"
+    for name, wanted in expected.items():
+        if getattr(problem, name).dtype != wanted:
+            yield refuse(f"{name}.dtype", getattr(problem, name).dtype, f"must be {wanted}", "cast it")
 
 
-def _memory(problem: MergeProblem) -> Iterator[str]:
+def _memory(problem: MergeProblem) -> Iterator[Refusal]:
     for name, tensor in problem.tensors().items():
-        is_output = name in OUTPUTS
-        item = ITEM_BYTES.get(tensor.dtype, 1) if is_output else F32_BYTES
-        if is_output and tensor.shape[3] > 1 and tensor.strides[3] != 1:
-            yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
-        if not is_output and not tensor.is_contiguous:
-            yield f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be contiguous; copy it"
-        if tensor.alignment < item:
-            yield (
-                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
-                f"{item}-byte elements; copy it"
-            )
-        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        if reach * item >= MAX_BYTES:
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must reach fewer than 2**63 bytes; "
-                "use smaller strides"
-            )
-    if overlaps_itself(problem.output.shape, problem.output.strides):
-        yield (
-            f"output has shape {problem.output.shape} and strides {problem.output.strides}: an output must not overlap "
-            "itself; allocate it in full"
-        )
+        axes = ROW_STRIDES if name in OUTPUTS else ()
+        yield from memory_refusals(name, tensor, axes, is_written=name == "output")

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from cutlass_py_attn.problem.scalars import digits, shown
+from cutlass_py_attn.problem.scalars import digits
 from cutlass_py_attn.problem.tensors import Tensor
+from cutlass_py_attn.refusals import CHOOSE_FLAG, IS_FLAG, Refusal, alignment_refusal, refuse
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 FEATURE: Final = registry.PAGED  # in Problem.features
 _LENGTHS_BYTES: Final = 4  # of one length, and of one entry of the table
-_REFUSED: Final = ("bias", "dropout")  # score terms that no paged problem takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,6 @@ class Pages:
         """Entries of the table, of all sequences together."""
         return self.max_pages if self.page_indptr else self.batch * self.max_pages
 
-    @property
-    def table_row(self) -> int:
-        """Entries from one row of a 2-D table to the next; 0 with page_indptr."""
-        return 0 if self.page_indptr else self.page_table.strides[0]
-
     def arrays(self) -> dict[str, Tensor]:
         """Returns the arrays of this layout by name, besides the pools."""
         bounds = Tensor((self.batch + 1,), (1,), "int32", _LENGTHS_BYTES)
@@ -72,84 +67,69 @@ class Pages:
         return found
 
 
-def kind_objections(pages: Any) -> Iterator[str]:
+def kind_refusals(pages: Any) -> Iterator[Refusal]:
     """Yields what has the wrong type or rank, so that no other check can run."""
     if not isinstance(pages, Pages):
-        yield f"pages = {shown(pages)}: must be a Pages object, or None; create one"
+        yield refuse("pages", pages, "must be a Pages object, or None", "create one")
         return
     for name in ("batch", "max_seqlen_q"):
         number = getattr(pages, name)
         if type(number) is not int or number < 0:
-            yield f"pages.{name} = {shown(number)}: must be an int of at least 0; correct it"
+            yield refuse(f"pages.{name}", number, "must be an int of at least 0", "correct it")
     for name in ("cu_seqlens_q", "page_indptr", "invariant"):
         if type(getattr(pages, name)) is not bool:
-            yield f"pages.{name} = {shown(getattr(pages, name))}: must be True or False; pass one of them"
+            yield refuse(f"pages.{name}", getattr(pages, name), IS_FLAG, CHOOSE_FLAG)
     table = pages.page_table
     if not isinstance(table, Tensor):
-        yield f"page_table = {shown(table)}: must be a Tensor; create one with Tensor.contiguous"
+        yield refuse("page_table", table, "must be a Tensor", "create one with Tensor.contiguous")
         return
     has_bounds = pages.page_indptr is True
-    rank = 1 if has_bounds else 2
-    axes = "(entries,) with page_indptr" if has_bounds else "(batch, max_pages)"
-    if len(table.shape) != rank or len(table.strides) != rank:
-        yield (f"page_table has shape {table.shape} and strides {table.strides}: must be {rank}-D, {axes}; reshape it")
+    axes = "1-D, (entries,) with page_indptr" if has_bounds else "2-D, (batch, max_pages)"
+    wrong = [field for field in ("shape", "strides") if len(getattr(table, field)) != (1 if has_bounds else 2)]
+    for field in wrong[:1]:
+        yield refuse(f"page_table.{field}", getattr(table, field), f"must be {axes}", "reshape it")
 
 
-def objections(problem: Problem) -> Iterator[str]:
-    """Yields every other reason to refuse the pages of a problem whose pages have no `kind_objections`."""
+def refusals(problem: Problem) -> Iterator[Refusal]:
+    """Yields every other reason to refuse the pages of a problem whose pages have no `kind_refusals`."""
     pages = problem.pages
     if pages is None:
         return
     if problem.direction == "backward":
-        yield "direction = 'backward' with pages: must be forward, because a cache has no gradients; leave pages None"
+        rule = "must be forward with pages, because a cache has no gradients"
+        yield refuse("direction", problem.direction, rule, "leave pages None")
     if problem.sequences is not None:
-        yield (
-            "sequences and pages are given: must be one of the two, because pages have their own lengths; "
-            "leave one None"
-        )
-    yield from _table_objections(pages)
-    yield from _pool_objections(problem)
+        rule = "must be None with pages, which have their own lengths"
+        yield refuse("sequences", problem.sequences, rule, "leave one of both None")
+    yield from _table(pages)
+    page_size = problem.key.shape[1]
+    if page_size < 1 or page_size & (page_size - 1):
+        remedy = "pass key and value as [pages, page_size, heads, head_dim] by strides"
+        yield refuse("page_size", page_size, "must be a power of two", remedy)
     batch, tokens = problem.query.shape[0], problem.query.shape[1]
     if pages.cu_seqlens_q:
         if batch != 1:
-            yield (
-                f"query has batch {batch} with cu_seqlens_q: must be 1; concatenate the queries in "
-                "[1, tokens, heads, head_dim], or leave cu_seqlens_q out"
-            )
+            remedy = "concatenate the queries in [1, tokens, heads, head_dim], or leave cu_seqlens_q out"
+            yield refuse("batch of query", batch, "must be 1 with cu_seqlens_q", remedy)
         if not 0 <= pages.max_seqlen_q <= tokens:
-            yield (
-                f"max_seqlen_q = {digits(pages.max_seqlen_q)}: must be from 0 to the {tokens} queries; pass the most "
-                "queries of a sequence"
-            )
+            rule = f"must be from 0 to the {tokens} queries"
+            yield refuse("max_seqlen_q", pages.max_seqlen_q, rule, "pass the most queries of a sequence")
     elif batch != pages.batch:
-        yield (
-            f"query has batch {batch} and seqused_k {digits(pages.batch)} lengths: must be equal without "
-            "cu_seqlens_q; pass a length for each sequence"
-        )
-    for name in _REFUSED:
-        if name in problem.features:
-            yield f"{name} with pages: must be absent, because no kernel of paged caches has it; leave it out"
+        rule = f"must be that of seqused_k, {digits(pages.batch)}, without cu_seqlens_q"
+        yield refuse("batch of query", batch, rule, "pass a length for each sequence")
+    for name, given in (("bias", problem.bias), ("dropout_p", problem.dropout_p)):
+        if given:
+            yield refuse(name, given, "must be absent with pages, because no kernel of these has it", "leave it out")
 
 
-def _table_objections(pages: Pages) -> Iterator[str]:
+def _table(pages: Pages) -> Iterator[Refusal]:
     table = pages.page_table
     if table.dtype != "int32":
-        yield f"page_table has dtype {table.dtype}: must be int32; convert it"
+        yield refuse("page_table.dtype", table.dtype, "must be int32", "convert it")
     elif table.alignment < _LENGTHS_BYTES:
-        yield f"page_table is {table.alignment}-byte aligned: must be aligned to its 4-byte entries; copy it"
+        yield alignment_refusal("page_table", table.alignment, _LENGTHS_BYTES)
     if table.shape[-1] > 1 and table.strides[-1] != 1:
-        yield f"page_table has last stride {table.strides[-1]}: must be 1; copy it"
+        yield refuse("page_table.strides", table.strides, "the last must be 1", "copy it")
     if not pages.page_indptr and table.shape[0] != pages.batch:
-        yield (
-            f"page_table has shape {table.shape}: must have one row for each of the {digits(pages.batch)} lengths "
-            "of seqused_k; slice it"
-        )
-
-
-def _pool_objections(problem: Problem) -> Iterator[str]:
-    page_size = problem.key.shape[1]
-    if page_size < 1 or page_size & (page_size - 1):
-        yield (
-            f"key has pages of {page_size} rows: the page size must be a power of two; pass key and value as "
-            "[pages, page_size, heads, head_dim] by strides"
-        )
+        rule = f"must have one row for each of the {digits(pages.batch)} lengths of seqused_k"
+        yield refuse("page_table.shape", table.shape, rule, "slice it")

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem import masks, operands
 from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.operands import Operand
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.quantization import ROW, SCALES, granularity, output_dtype
 from cutlass_py_attn.problem.scalars import SCALARS, with_python_numbers
@@ -25,7 +26,8 @@ from cutlass_py_attn.problem.tensors import (
     Shape,
     Tensor,
 )
-from cutlass_py_attn.problem.validation import TENSORS, objections, score_terms_objections, shape_objections
+from cutlass_py_attn.problem.validation import TENSORS, refusals, score_terms_refusals, shape_refusals
+from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms import registry
 
 
@@ -117,7 +119,7 @@ class Problem:
             pages = with_python_numbers(self.pages)
             is_tensor = isinstance(pages.page_table, Tensor)
             yield "pages", replace(pages, page_table=with_python_numbers(pages.page_table)) if is_tensor else pages
-        if not any(score_terms_objections(self.score_terms)):
+        if not any(score_terms_refusals(self.score_terms)):
             yield "score_terms", tuple((name, with_python_numbers(tensor)) for name, tensor in self.score_terms)
 
     @staticmethod
@@ -126,8 +128,8 @@ class Problem:
 
         A shape with `tokens` gives the variable-length layout. NotSupported: `shape` is no Shape of ints.
         """
-        if reasons := shape_objections(shape):
-            raise NotSupported(reasons)
+        if wrong := shape_refusals(shape):
+            raise NotSupported(wrong)
         shape = with_python_numbers(shape)
 
         def tensor(name: str) -> Tensor:
@@ -135,13 +137,13 @@ class Problem:
 
         query, key, value = (tensor(name) for name in OPERANDS)
         output = Tensor.contiguous(shape.of("output"), output_dtype(dtype))
-        operands = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
+        found = Problem(direction, query, key, value, output, mask=Full() if mask is None else mask)
         if shape.tokens is not None:
-            operands = operands.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
+            found = found.replace(sequences=Sequences(shape.batch, shape.num_queries, shape.num_keys))
         if direction != "backward":
-            return operands
+            return found
         gradients = ("grad_output", "grad_query", "grad_key", "grad_value")
-        return operands.replace(**{name: tensor(name) for name in gradients})
+        return found.replace(**{name: tensor(name) for name in gradients})
 
     @property
     def shape(self) -> Shape:
@@ -232,10 +234,10 @@ class Problem:
         """
         s = self.shape
         pairs = s.num_queries * s.num_keys
-        if self.mask.form == "local":
+        if self.mask.form.has_left:
             pairs = self.mask.pairs(s.num_queries, s.num_keys)
         forward = 2 * s.batch * s.num_heads * pairs * (s.head_dim + s.head_dim_value)
-        forward //= 2 if self.mask.form == "causal" else 1
+        forward //= 2 if self.mask.form.grows else 1
         return forward if self.direction == "forward" else forward * 5 // 2
 
     def tensors(self) -> dict[str, Tensor]:
@@ -259,6 +261,10 @@ class Problem:
         scalars = [name for term in registry.terms() for name in term.device_scalars(self)]
         return found | {name: Tensor((1,), (1,), "int64", 8) for name in scalars}
 
+    def operands(self) -> dict[str, Operand]:
+        """Returns every array by name, with what its axes count, in the order in which a launch names them."""
+        return operands.of_problem(self)
+
     def with_value_in_key(self) -> Problem:
         """Returns the problem with the first head_dim_value columns of key as value."""
         value = replace(self.key, shape=(*self.key.shape[:3], self.value.shape[3]))
@@ -268,12 +274,15 @@ class Problem:
         """Returns a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Returns every reason to refuse this problem: what was given, what is allowed, what to do."""
-        return objections(self)
+        return refusals(self)
+
+    def reasons(self) -> list[str]:
+        """Returns `refusals` as sentences."""
+        return [*map(str, self.refusals())]
 
     def check(self) -> None:
         """Raises NotSupported with every reason to refuse this problem, if there is one."""
-        reasons = self.reasons()
-        if reasons:
-            raise NotSupported(reasons)
+        if wrong := self.refusals():
+            raise NotSupported(wrong)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.problem.tensors import E4M3, F32_BYTES, FLOAT8, OPERANDS, Tensor
+from cutlass_py_attn.refusals import Refusal, alignment_refusal, refuse
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -66,92 +67,74 @@ def shapes(problem: Problem, name: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def strides(problem: Problem) -> dict[str, int]:
-    """Returns the strides (elements) of the scales of e4m3 codes; 0 along an axis that a scale does not have."""
-    if not has_codes(problem):
-        return {}
-    names: tuple[str, ...] = SCALES
-    axes: tuple[str, ...] = OPERAND_AXES
-    if problem.has_e4m3_cache:
-        names, axes = (CACHE_SCALES, CACHE_AXES) if problem.key_rope is None else (CACHE_SCALES[:1], TILE_AXES)
-    first = "batch" if problem.pages is None else "page"
-    of_granularity = {TENSOR: (), HEAD: ("head",), BATCH_HEAD: ("batch", "head"), ROW: (first, "row", "head")}
-    of_granularity[TILE] = (first, "row", "head", "tile")
-    found = {f"{name}_{axis}": 0 for name in names for axis in axes}
-    for name in (name for name in names if name in problem.scales):
-        scale = problem.scales[name]
-        steps = zip(of_granularity[granularity(scale)], scale.steps, strict=False)
-        found |= {f"{name}_{axis}": step for axis, step in steps}
-    return found
-
-
-def objections(problem: Problem) -> Iterator[str]:
+def refusals(problem: Problem) -> Iterator[Refusal]:
     """Yields every reason to refuse the dtypes of e4m3 codes and their scales."""
-    yield from _dtype_objections(problem)
+    yield from _dtypes(problem)
     coded = SCALES if problem.query.dtype in E4M3 else CACHE_SCALES if problem.has_e4m3_cache else ()
     if problem.key_rope is not None:
-        yield from _rope_objections(problem, problem.key_rope)
+        yield from _rope(problem, problem.key_rope)
         coded = ("key_scale",)
     for name, operand in zip(SCALES, OPERANDS, strict=True):
-        if name in problem.scales and name not in coded:
-            dtype = getattr(problem, operand).dtype
-            if problem.key_rope is not None and name == "value_scale":
-                yield "value_scale is given with key_rope: must be absent, because value is in key; leave it out"
-                continue
-            yield f"{name} is given, but {operand} has dtype {dtype}: only e4m3 codes are scaled; leave it out"
-        elif name in problem.scales:
-            yield from _scale_objections(problem, name, problem.scales[name])
+        if name not in problem.scales:
+            continue
+        scale, dtype = problem.scales[name], getattr(problem, operand).dtype
+        if problem.key_rope is not None and name == "value_scale":
+            yield refuse(name, scale, "must be absent with key_rope, because value is in key", "leave it out")
+        elif name not in coded:
+            rule = f"only e4m3 codes are scaled, and {operand} has dtype {dtype}"
+            yield refuse(name, scale, rule, "leave it out")
+        else:
+            yield from _scale(problem, name, scale)
 
 
-def _dtype_objections(problem: Problem) -> Iterator[str]:
+def _dtypes(problem: Problem) -> Iterator[Refusal]:
     if not has_codes(problem):
         return
     query, key, value = (getattr(problem, name).dtype for name in OPERANDS)
     if problem.direction != "forward":
-        yield (
-            f"direction = 'backward' with operands of {FLOAT8}: must be forward, because e4m3 codes have no gradients; "
-            "dequantise, each code times its scale"
-        )
+        rule = f"must be forward with operands of {FLOAT8}, because e4m3 codes have no gradients"
+        yield refuse("direction", problem.direction, rule, "dequantise, each code times its scale")
     if value != key:
-        yield f"value has dtype {value} but key has {key}: both must agree; cast one of them"
+        yield refuse("value.dtype", value, f"must be {key} as key", "cast one of them")
     if query in E4M3 and key != query:
-        yield f"key has dtype {key} but query has {query}: all must agree; quantise key and value, or cast query"
+        yield refuse("key.dtype", key, f"must be {query} as query", "quantise key and value, or cast query")
     if query not in E4M3 and query not in QUERY_DTYPES:
-        yield (
-            f"query has dtype {query} with key of {key}: must be {' or '.join(QUERY_DTYPES)}, or {FLOAT8} too; cast it"
-        )
+        rule = f"must be {' or '.join(QUERY_DTYPES)} with key of {key}, or {FLOAT8} too"
+        yield refuse("query.dtype", query, rule, "cast it")
     if query in E4M3 and problem.output.dtype not in OUTPUT_DTYPES:
-        allowed = " or ".join(OUTPUT_DTYPES)
-        yield f"output has dtype {problem.output.dtype}: must be {allowed} for {FLOAT8} operands; pass such an array"
+        rule = f"must be {' or '.join(OUTPUT_DTYPES)} for {FLOAT8} operands"
+        yield refuse("output.dtype", problem.output.dtype, rule, "pass such an array")
 
 
-def _rope_objections(problem: Problem, rope: Tensor) -> Iterator[str]:
+def _rope(problem: Problem, rope: Tensor) -> Iterator[Refusal]:
     """Yields why key and key_rope are no latent cache of e4m3 codes."""
     shape, (*rows, columns) = problem.shape, problem.key.shape
     wanted = (*rows, max(shape.head_dim - columns, 0))
     if rope.shape != wanted:
-        yield (
-            f"key_rope has shape {rope.shape}: must be {wanted}, the rows of key {problem.key.shape} and the columns "
-            f"of query {problem.query.shape} behind those of key; slice or reshape it"
+        rule = (
+            f"must be {wanted}, the rows of key {problem.key.shape} and the columns of query {problem.query.shape} "
+            "behind those of key"
         )
+        yield refuse("key_rope.shape", rope.shape, rule, "slice or reshape it")
     if not problem.value_in_key or not problem.has_e4m3_cache:
-        yield (
-            f"key_rope is given with key of {problem.key.dtype} and query of {problem.query.dtype}, value_in_key = "
-            f"{problem.value_in_key}: belongs to a latent cache of {FLOAT8} beside a query of 16 bits; leave it out, "
-            "with its columns in key"
+        rule = (
+            f"belongs to a latent cache of {FLOAT8} beside a query of 16 bits, not to key of {problem.key.dtype} and "
+            f"query of {problem.query.dtype} with value_in_key = {problem.value_in_key}"
         )
+        yield refuse("key_rope", rope, rule, "leave it out, with its columns in key")
     elif problem.key_scale is None:
-        yield (
-            f"key_scale is missing with key_rope: must be float32 {shapes(problem, 'key_scale')[TILE]}, a scale of "
-            f"each {SCALE_COLUMNS} columns; pass it, of ones for codes without scales"
+        rule = (
+            f"must be float32 {shapes(problem, 'key_scale')[TILE]} with key_rope, a scale of each {SCALE_COLUMNS} "
+            "columns"
         )
+        yield refuse("key_scale", None, rule, "pass it, of ones for codes without scales")
 
 
-def _scale_objections(problem: Problem, name: str, scale: Tensor) -> Iterator[str]:
+def _scale(problem: Problem, name: str, scale: Tensor) -> Iterator[Refusal]:
     first, *others = shapes(problem, name).values()
     allowed = [first, *([(1,)] if first == () else []), *others]
     if scale.dtype != "float32" or scale.shape not in allowed:
-        listed = ", ".join(dict.fromkeys(map(str, allowed)))
-        yield f"{name} has shape {scale.shape} and dtype {scale.dtype}: must be float32 {listed}; reshape or cast it"
+        rule = f"must be float32 {', '.join(dict.fromkeys(map(str, allowed)))}"
+        yield refuse(name, scale, rule, "reshape or cast it")
     elif scale.alignment < F32_BYTES:
-        yield f"{name} is {scale.alignment}-byte aligned: must be aligned to its {F32_BYTES}-byte elements; copy it"
+        yield alignment_refusal(name, scale.alignment, F32_BYTES)

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, TypeVar
 
-import numpy as np
+from cutlass_py_attn.refusals import CHOOSE_FLAG, IS_FLAG, Refusal, is_on_host, refuse
 
-_HOST_DEVICE_TYPES: Final = (1, 3)  # DLPack: kDLCPU, kDLCUDAHost
-_MAX_SHOWN: Final = 80  # characters of a given value in an error
 _PLAIN: Final = frozenset((int, bool, str, type(None)))
 
 T = TypeVar("T")
@@ -69,32 +67,6 @@ def _is_host_scalar(value: Any, kinds: tuple[str, ...]) -> bool:
     return any(kind in dtype for kind in kinds) and (is_jax or is_on_host(value))
 
 
-def is_on_host(array: Any) -> bool:
-    """Returns whether an array is in host memory, as NumPy's are."""
-    if isinstance(array, (np.generic, np.ndarray)):
-        return True
-    return int(array.__dlpack_device__()[0]) in _HOST_DEVICE_TYPES
-
-
-def shown(value: object) -> str:
-    """Returns a given value for an error: its repr and its type. An array has shape and dtype in place of the repr."""
-    kind = type(value)
-    if value is None or kind is bool:
-        return repr(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    try:
-        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        if isinstance(shape, tuple) and dtype is not None and not isinstance(value, np.generic):
-            on_device = hasattr(value, "__dlpack_device__") and not is_on_host(value)
-            text = f"array of shape {tuple(shape)} and dtype {dtype}{' on a device' if on_device else ''}"
-        else:
-            text = " ".join(repr(value).split())
-    except Exception:  # Python refuses to print integers of thousands of digits
-        text = "a value that cannot be printed"
-    text = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
-    return f"{text} ({name})"
-
-
 def digits(number: int | tuple[int, ...]) -> str:
     """Returns an integer or a tuple of them as text. Python refuses to print one of thousands of digits."""
     try:
@@ -103,14 +75,14 @@ def digits(number: int | tuple[int, ...]) -> str:
         return "a number that cannot be printed"
 
 
-def path_objections(name: str, value: object) -> list[str]:
+def path_refusals(name: str, value: object) -> list[Refusal]:
     """Returns why this is no path of a file or a folder."""
     path: object = None
     with contextlib.suppress(Exception):  # __fspath__ is the caller's
         path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if isinstance(path, str) and "\0" not in path:
         return []
-    return [f"{name} = {shown(value)}: must be a path, such as a str or a pathlib.Path; pass one"]
+    return [refuse(name, value, "must be a path, such as a str or a pathlib.Path", "pass one")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +90,14 @@ class Scalar:
     """An option or a field that holds one number or one bool.
 
     read: returns the Python value of a given one; None for a value of another kind
-    allowed: what is allowed, and what to do
+    rule: what is allowed
+    remedy: what to do
     default: value without the option; if it is None, None may be given too
     """
 
     read: Callable[[object], Any]
-    allowed: str
+    rule: str
+    remedy: str
     default: Any
 
     def normalised(self, value: object) -> Any:
@@ -131,32 +105,40 @@ class Scalar:
         read = self.read(value)
         return value if read is None else read
 
-    def objections(self, name: str, value: object) -> list[str]:
+    def refusals(self, name: str, value: object) -> list[Refusal]:
         """Returns why the value is of another kind; it is empty for a value that `normalised` converts."""
         if (value is None and self.default is None) or self.read(value) is not None:
             return []
-        return [f"{name} = {shown(value)}: {self.allowed}"]
+        return [self.refusal(name, value)]
+
+    def refusal(self, name: str, value: object) -> Refusal:
+        """Returns the refusal of a value."""
+        return refuse(name, value, self.rule, self.remedy)
 
 
-_FLAG: Final = "must be True or False; pass one of them"
+FLAG: Final = Scalar(flag_of, IS_FLAG, CHOOSE_FLAG, False)
 MIN_SCALE: Final = 1e-30  # times log2(e), the smallest factor of the exponent that the kernels do not raise
-SCALE: Final = (
+SCALE: Final = Scalar(
+    number_of,
     f"must be 0, a number with a magnitude from {MIN_SCALE} to 2**127, or None for 1/sqrt(head_dim), because the "
-    "kernels compute in float32; correct it, or multiply query by a part of it"
+    "kernels compute in float32",
+    "correct it, or multiply query by a part of it",
+    None,
 )
-SPLITS: Final = "must be an int of at least 1, or None to let the plan choose; correct it"
+SOFTCAP: Final = Scalar(number_of, "must be a number above 0 that float32 holds, or 0 for none", "pass a float", 0.0)
+DROPOUT_P: Final = Scalar(number_of, "must be a probability from 0 to 1", "pass a float", 0.0)
+SPLITS: Final = Scalar(integer_of, "must be an int of at least 1, or None to let the plan choose", "correct it", None)
 
 # The fields of Problem that are scalars; the options of the same names are checked by the same rules.
 SCALARS: Final[dict[str, Scalar]] = {
-    "scale": Scalar(number_of, SCALE, None),
-    "softcap": Scalar(number_of, "must be a number that float32 holds, or 0 to switch it off; pass a float", 0.0),
-    "dropout_p": Scalar(number_of, "must be a probability from 0 to 1; pass a float", 0.0),
-    "philox_on_device": Scalar(flag_of, _FLAG, False),
-    "value_in_key": Scalar(flag_of, _FLAG, False),
-    "deterministic": Scalar(flag_of, _FLAG, False),
-    "num_splits_key": Scalar(integer_of, SPLITS, None),
+    "scale": SCALE,
+    "softcap": SOFTCAP,
+    "dropout_p": DROPOUT_P,
+    "philox_on_device": FLAG,
+    "value_in_key": FLAG,
+    "deterministic": FLAG,
+    "num_splits_key": SPLITS,
 }
-PACKED: Final = Scalar(flag_of, _FLAG, False)
 
 
 def with_python_numbers(item: T) -> T:

@@ -1,52 +1,12 @@
 """Problem specs: an attention problem as one line of words, such as `bf16_d128_s8192_b4_h16_causal`.
 
-Benchmark cases, GPU test cases, random problems and the command line share this grammar. Words are joined by `_` and
-may come in any order; `ProblemSpec.name` writes them in the order below. Words in brackets are optional.
-
-    bf16 | f16 | f32 | e4m3      dtype of the operands; e4m3 forward only
-    d{D}[v{DV}]                  head_dim of query and key; head_dim_value if it differs
-    [q{M}]                       queries of each batch element; as many as keys if absent
-    s{N}                         keys of each batch element
-    b{B}                         batch size
-    t{T}                         in place of b: variable length, T tokens in all, the longest sequence has s tokens
-    n{M}x{N}[u{U}],{L},...       in place of q, s and b: variable length; M queries and N keys of which U are used,
-                                 or L queries and keys
-    [paged{P}]                   key and value in pages of P rows, P a power of two; forward only. With n, the pages of
-                                 a sequence hold N keys, of which it has U, and query is (batch, M, heads, head_dim)
-                                 if M is the same for all; without n, every sequence has s keys
-    h{H}[k{HK}]                  heads of query; heads of key and value if there are fewer (GQA, MQA)
-    full                         no mask
-    causal[_br][_window{W}]      diagonal from the top-left corner, or to the bottom-right one; the last W keys only
-    window[_left{L}][_right{R}]  L keys before and R keys after the bottom-right diagonal; no limit if absent
-    [bias[AXES][grad|sum]]       additive bias; AXES is bhqk with 1 for a broadcast axis, 1hqk if absent. grad: its
-                                 gradient in full; sum: its gradient summed over the broadcast axes
-    [dropout{P}]                 probability of a dropped weight
-    [softcap{X}]                 bound of the scores
-    [alibi[b]]                   ALiBi slopes by head; alibib: by batch and head
-    [sinks]                      attention sinks
-    [deterministic]              bitwise repeatable query gradient
-    [scale{X}]                   factor of Q K^T; 1 / sqrt(head_dim) if absent
-    [deviceseed]                 Philox seed and offset in device memory
-    [gradlse]                    logsumexp has a gradient too
-    [grads{LETTERS}]             gradients that the backward writes, of q, k, v, b (bias) and s (sinks); all if absent
-    [mla]                        value is the first head_dim_value columns of key, in the same memory: a latent cache;
-                                 forward only
-    [kv8]                        key and value of e4m3 beside a query of 16 bits; forward only
-    [descale{GRAIN}]             e4m3, kv8: scales of the codes; GRAIN is what has one, tensor, head (each key head),
-                                 batch (each key head of a sequence) or, of kv8, row; of mla with kv8, tile (each 128
-                                 columns of a row: those of value are codes, the others have 16 bits). No scales if
-                                 absent
-    [f16out]                     e4m3: the output is f16, not bf16
-    [splits{N}]                  blocks that share one (batch, head) in the backward; the plan chooses if absent
-
-Examples: `bf16_d128_q1_s8192_b64_h32k8_full` (few-query decode),
-`f16_d64_n70x200u30,130_h4k2_causal_br_window64_dropout0.1_sinks`.
+Benchmark cases, GPU test cases, random problems and the command line share this grammar: the words of GRAMMAR, joined
+by `_`, in any order. `ProblemSpec.name` writes them in the order of GRAMMAR.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
+from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import (
@@ -66,61 +27,118 @@ from cutlass_py_attn.problem.quantization import (
     SCALES,
     TENSOR,
     TILE,
-    output_dtype,
     shapes,
 )
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, Sequences, Shape, Tensor
+from cutlass_py_attn.suggestions import did_you_mean
 
-GRAMMAR: Final = (__doc__ or "").partition("\n\n")[2]
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
-GRAINS: Final = {"tensor": TENSOR, "head": HEAD, "batch": BATCH_HEAD, "row": ROW, "tile": TILE}  # of descale{GRAIN}
-GRADIENTS: Final = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "sinks"}  # letters of grads{LETTERS}
+GRAINS: Final = {"tensor": TENSOR, "head": HEAD, "batch": BATCH_HEAD, "row": ROW, "tile": TILE}  # of descale
+GRADIENTS: Final = {"q": "query", "k": "key", "v": "value", "b": "bias", "s": "sinks"}  # letters of grads
 BIAS_AXES: Final = "bhqk"
-BATCH_BROADCAST: Final = "1hqk"  # the axes of `bias` without AXES
+BATCH_BROADCAST: Final = "1hqk"  # the axes of `bias` without axes
+# A word a line. {FIELD} is the value of a field of ProblemSpec or of its mask, {FIELD=a|b} one of these texts. What is
+# in brackets may be absent. A word "with" others needs one of them.
+GRAMMAR: Final = """
+{dtype=f16|bf16|f32|e4m3}               dtype of the operands; e4m3 forward only
+d{head_dim}[v{head_dim_value}]          columns of query and key; columns of value if they differ
+[q{num_queries}]                        queries of each batch element; as many as keys if absent
+[s{num_keys}]                           keys of each batch element
+[b{batch}]                              batch size
+[t{tokens}]                             in place of b: variable length, the tokens of all sequences; the longest has s
+[n{sequences}]                          in place of q, s and b: variable length; for each sequence 70x200, 70 queries
+                                        and 200 keys, or 70x200u30, of which 30 are used, or 70, queries and keys
+h{num_heads}[k{num_heads_key}]          heads of query; heads of key and value if there are fewer (GQA, MQA)
+{mask=full|causal|window}               no mask; a diagonal from the top-left corner; a band about a bottom-right one
+[{bottom_right=br}]                     with causal: the diagonal ends in the bottom-right corner
+[window{window_size}]                   with causal: only so many last keys
+[left{window_left}]                     with window: keys before the diagonal; no limit if absent
+[right{window_right}]                   with window: keys after the diagonal; no limit if absent
+[bias{bias}[{bias_gradient=grad|sum}]]  additive bias of axes bhqk, with 1 for a broadcast axis; 1hqk if absent. grad:
+                                        its gradient in full; sum: its gradient summed over the broadcast axes
+[dropout{dropout_p}]                    probability of a dropped weight
+[softcap{softcap}]                      bound of the scores
+[{alibi=alibi|alibib}]                  ALiBi slopes by head; by batch and head
+[{sinks=sinks}]                         attention sinks
+[{deterministic=deterministic}]         bitwise repeatable query gradient
+[scale{scale}]                          factor of Q K^T; 1 / sqrt(head_dim) if absent
+[{philox_on_device=deviceseed}]         Philox seed and offset in device memory
+[{grad_logsumexp=gradlse}]              logsumexp has a gradient too
+[grads{gradients}]                      gradients that the backward writes, of q, k, v, b (bias) and s (sinks), in this
+                                        order; all if absent
+[splits{num_splits_key}]                blocks that share one (batch, head) in the backward; the plan chooses if absent
+[paged{page_size}]                      key and value in pages of so many rows, a power of two; forward only. With n,
+                                        the pages of a sequence hold all its keys, used or not, and query is (batch,
+                                        queries, heads, head_dim) if all have as many; without n, each has s keys
+[{value_in_key=mla}]                    value is the first head_dim_value columns of key, in the same memory: a latent
+                                        cache; forward only
+[{e4m3_cache=kv8}]                      with f16|bf16|f32: key and value of e4m3 beside a query of 16 bits; forward only
+[descale{descale}]                      with e4m3|kv8: scales of the codes, none if absent, by what has one: tensor,
+                                        head (each key head), batch (each key head of a sequence); of kv8 also row; of
+                                        mla with kv8 tile, each 128 columns of a row, of which those behind value have
+                                        16 bits
+[{float16_output=f16out}]               with e4m3: the output is f16, not bf16
+"""
 
+_ALIBI: Final = {"h": "alibi", "bh": "alibib"}
 _DTYPES: Final = {short: name for name, short in OPERAND_NAMES.items()}
 _NUMBER: Final = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _LENGTHS: Final = r"\d+(?:x\d+(?:u\d+)?)?"
-# No two patterns match the same word. A named group is the value of a field, or part of it.
-_WORDS: Final = tuple(
-    re.compile(pattern)
-    for pattern in (
-        rf"(?P<dtype>{'|'.join(_DTYPES)})",
-        r"d(?P<head_dim>\d+)(?:v(?P<head_dim_value>\d+))?",
-        r"q(?P<num_queries>\d+)",
-        r"s(?P<num_keys>\d+)",
-        r"b(?P<batch>\d+)",
-        r"t(?P<tokens>\d+)",
-        rf"n(?P<sequences>{_LENGTHS}(?:,{_LENGTHS})*)",
-        r"h(?P<num_heads>\d+)(?:k(?P<num_heads_key>\d+))?",
-        r"(?P<mask>full|causal|window)",
-        r"(?P<bottom_right>br)",
-        r"window(?P<window_size>\d+)",
-        r"left(?P<window_left>\d+)",
-        r"right(?P<window_right>\d+)",
-        r"(?P<bias>bias)(?P<bias_axes>[b1][h1][q1][k1])?(?P<bias_gradient>grad|sum)?",
-        rf"dropout(?P<dropout_p>{_NUMBER})",
-        rf"softcap(?P<softcap>{_NUMBER})",
-        r"(?P<alibi>alibib?)",
-        r"(?P<sinks>sinks)",
-        r"(?P<deterministic>deterministic)",
-        rf"scale(?P<scale>{_NUMBER})",
-        r"(?P<philox_on_device>deviceseed)",
-        r"(?P<grad_logsumexp>gradlse)",
-        rf"grads(?P<gradients>[{''.join(GRADIENTS)}]+)",
-        r"splits(?P<num_splits_key>\d+)",
-        r"paged(?P<page_size>\d+)",
-        r"(?P<value_in_key>mla)",
-        r"(?P<e4m3_cache>kv8)",
-        rf"descale(?P<descale>{'|'.join(GRAINS)})",
-        r"(?P<float16_output>f16out)",
-    )
-)
-_KNOWN: Final = (
-    *_DTYPES, "d", "q", "s", "b", "t", "n", "h", "full", "causal", "br", "window", "left", "right", "bias", "biasgrad",
-    "biassum", "dropout", "softcap", "alibi", "alibib", "sinks", "deterministic", "scale", "deviceseed", "gradlse",
-    "grads", "splits", "paged", "mla", "kv", *(f"descale{grain}" for grain in GRAINS),
-)  # fmt: skip
+_POSITIVE: Final = r"0*[1-9]\d*"
+_PATTERNS: Final = {  # of the values of fields; other fields are integers
+    "tokens": _POSITIVE,
+    "sequences": f"{_LENGTHS}(?:,{_LENGTHS})*",
+    "bias": "(?:[b1][h1][q1][k1])?",
+    **dict.fromkeys(("dropout_p", "softcap", "scale"), _NUMBER),
+    "gradients": f"[{''.join(GRADIENTS)}]+",
+    "page_size": _POSITIVE,
+    "descale": "|".join(GRAINS),
+}
+_FIELD: Final = re.compile(r"{(\w+)(?:=([^}]*))?}")
+
+
+class Word:
+    """A word of GRAMMAR.
+
+    is_required: whether every problem has it
+    needs: words of which a problem with this one has one too
+    fields: whose values it says; a problem with a value of the first one has the word
+    shown: its form, with the texts of a field in place of the field
+    """
+
+    def __init__(self, form: str, meaning: str) -> None:
+        self.is_required, self.meaning = not form.startswith("["), meaning
+        self._body = form if self.is_required else form[1:-1]
+        self.needs = meaning.partition(":")[0].removeprefix("with ").split("|") if meaning.startswith("with ") else []
+        self.fields = [field for field, _ in _FIELD.findall(form)]
+        self.shown = _FIELD.sub(lambda field: field[2] or field[0], form)
+        optional = self._body.replace("[", "(?:").replace("]", ")?")
+        self._pattern = re.compile(
+            _FIELD.sub(lambda field: f"(?P<{field[1]}>{field[2] or _PATTERNS.get(field[1], '[0-9]+')})", optional)
+        )
+
+    @property
+    def starts(self) -> list[str]:
+        """The word as far as its first value, or each of its texts."""
+        return re.split("[{[]", self.shown.strip("[]"))[0].split("|")
+
+    def read(self, text: str) -> dict[str, str] | None:
+        """The values by field; None if the text is another word."""
+        match = self._pattern.fullmatch(text)
+        return match and {field: value for field, value in match.groupdict().items() if value is not None}
+
+    def write(self, values: Mapping[str, str]) -> str:
+        """The word with these values by field."""
+        body = re.sub(r"\[(.*?)\]", lambda part: part[1] if _FIELD.findall(part[1])[0][0] in values else "", self._body)
+        return _FIELD.sub(lambda field: field[2] if (field[2] or "").isalnum() else values[field[1]], body)
+
+
+WORDS: Final = tuple(Word(*line) for line in re.findall(r"^(\S+) +(.*(?:\n .*)*)", GRAMMAR, re.MULTILINE))
+_MASK_FIELDS: Final = ("mask", "bottom_right", "window_size", "window_left", "window_right")
+_MASK_WORDS: Final = tuple(word for word in WORDS if word.fields[0] in _MASK_FIELDS)
+_LAYOUTS: Final = ({"num_keys", "batch"}, {"num_queries", "num_keys", "batch"}, {"num_keys", "tokens"}, {"sequences"})
+_LENGTH_FIELDS: Final = frozenset().union(*_LAYOUTS)
+_READERS: Final = {"int": int, "int | None": int, "float": float, "float | None": float, "bool": bool, "str": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +149,11 @@ class SequenceLengths:
     num_keys: int
     used_keys: int | None = None
 
-    @property
-    def word(self) -> str:
+    def with_used_keys(self) -> SequenceLengths:
+        """The lengths with the number of used keys written out."""
+        return self if self.used_keys is not None else dataclasses.replace(self, used_keys=self.num_keys)
+
+    def __str__(self) -> str:
         """The lengths as text: `70x200u30`, or `130` for 130 queries and 130 keys."""
         if self.used_keys is None and self.num_queries == self.num_keys:
             return str(self.num_keys)
@@ -143,17 +164,10 @@ class SequenceLengths:
 class ProblemSpec:
     """What to compute, without a direction and without addresses; `problem` gives the Problem of a direction.
 
-    head_dim_value: 0 for head_dim. num_heads_key: 0 for num_heads.
+    The fields are those of GRAMMAR; `mask` has those of its own. "", 0, False and None stand for an absent word.
     sequences: lengths in the variable-length layout, which decide batch, num_queries and num_keys; () for none.
-    bias: the axes b, h, q and k, 1 for a broadcast axis; "" for no bias. bias_gradient: "grad", "sum" or "" for none.
-    gradients: letters of GRADIENTS; "" for all that the features have.
-    alibi: "h" (slopes by head), "bh" (by batch and head) or "" for none. scale: None for 1 / sqrt(head_dim).
+    bias: its axes, 1 for a broadcast axis. alibi: "h" (slopes by head) or "bh" (by batch and head).
     deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
-    page_size: rows of a page of key and value; 0 for no pages.
-    value_in_key: whether value is the first head_dim_value columns of key.
-    e4m3_cache: whether key and value are e4m3 codes beside a query of 16 bits.
-    descale: what has a scale, a member of GRAINS; "" for codes without scales.
-    float16_output: whether the output of e4m3 operands is float16.
     """
 
     dtype: str
@@ -189,24 +203,22 @@ class ProblemSpec:
         changes: dict[str, Any] = {
             "head_dim_value": self.head_dim_value or self.head_dim,
             "num_heads_key": self.num_heads_key or self.num_heads,
-            "gradients": self.gradients or self._all_gradients,
+            "gradients": self.gradients or self.all_gradients,
         }
         if self.bias_gradient and self.bias == BIAS_AXES:
             changes["bias_gradient"] = "grad"  # there is no axis to sum over
         if self.sequences:
-            if any(each.used_keys is not None for each in self.sequences):
-                changes["sequences"] = tuple(
-                    each if each.used_keys is not None else dataclasses.replace(each, used_keys=each.num_keys)
-                    for each in self.sequences
-                )
+            if self.has_used_keys:
+                changes["sequences"] = tuple(lengths.with_used_keys() for lengths in self.sequences)
             changes["batch"] = len(self.sequences)
-            changes["num_queries"] = max(each.num_queries for each in self.sequences)
-            changes["num_keys"] = max(each.num_keys for each in self.sequences)
+            changes["num_queries"] = max(lengths.num_queries for lengths in self.sequences)
+            changes["num_keys"] = max(lengths.num_keys for lengths in self.sequences)
         for name, value in changes.items():
             object.__setattr__(self, name, value)
 
     @property
-    def _all_gradients(self) -> str:
+    def all_gradients(self) -> str:
+        """Letters of the gradients that the features have."""
         return "qkv" + ("b" if self.bias_gradient else "") + ("s" if self.sinks else "")
 
     def __str__(self) -> str:
@@ -218,65 +230,42 @@ class ProblemSpec:
             changes.setdefault("num_heads_key", 0)
         if self.head_dim_value == self.head_dim:
             changes.setdefault("head_dim_value", 0)
-        if self.gradients == self._all_gradients:
+        if self.gradients == self.all_gradients:
             changes.setdefault("gradients", "")
         return dataclasses.replace(self, **changes)
 
     @property
     def name(self) -> str:
         """The spec as text; `parse` gives an equal spec."""
-        return "_".join(self._words())
+        values = self._values()
+        return "_".join(word.write(values) for word in WORDS if word.fields[0] in values)
 
-    def _words(self) -> Iterator[str]:
-        yield OPERAND_NAMES[self.dtype]
-        yield f"d{self.head_dim}" + (f"v{self.head_dim_value}" if self.head_dim_value != self.head_dim else "")
-        yield from self._size_words()
-        yield f"h{self.num_heads}" + (f"k{self.num_heads_key}" if self.num_heads_key != self.num_heads else "")
-        yield from _mask_words(self.mask)
+    def _values(self) -> dict[str, str]:
+        """The values of its words by field."""
+        implied = {"head_dim_value": self.head_dim, "num_heads_key": self.num_heads, "gradients": self.all_gradients}
+        values: dict[str, Any] = {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != implied.get(field.name, field.default)
+            and field.name not in _LENGTH_FIELDS
+        }
+        kind, _, corner = self.mask.name.partition("_")
+        values |= {"mask": kind, "bottom_right": corner or None, **dataclasses.asdict(self.mask)}
+        values |= {"dtype": OPERAND_NAMES[self.dtype], "num_heads": self.num_heads, **self._lengths()}
         if self.bias:
-            yield "bias" + (self.bias if self.bias != BATCH_BROADCAST else "") + self.bias_gradient
-        for word, value in (("dropout", self.dropout_p), ("softcap", self.softcap)):
-            if value:
-                yield f"{word}{_number_text(value)}"
+            values["bias"] = self.bias.replace(BATCH_BROADCAST, "")
         if self.alibi:
-            yield "alibi" + ("b" if self.alibi == "bh" else "")
-        for word in ("sinks", "deterministic"):
-            if getattr(self, word):
-                yield word
-        if self.scale is not None:
-            yield f"scale{_number_text(self.scale)}"
-        if self.philox_on_device:
-            yield "deviceseed"
-        if self.grad_logsumexp:
-            yield "gradlse"
-        if self.gradients != self._all_gradients:
-            yield f"grads{self.gradients}"
-        if self.num_splits_key is not None:
-            yield f"splits{self.num_splits_key}"
-        if self.page_size:
-            yield f"paged{self.page_size}"
-        if self.value_in_key:
-            yield "mla"
-        if self.e4m3_cache:
-            yield "kv8"
-        if self.descale:
-            yield f"descale{self.descale}"
-        if self.float16_output:
-            yield "f16out"
+            values["alibi"] = _ALIBI[self.alibi]
+        return {field: _text(value) for field, value in values.items() if value is not None}
 
-    def _size_words(self) -> Iterator[str]:
+    def _lengths(self) -> dict[str, Any]:
         if not self.sequences:
-            if self.num_queries != self.num_keys:
-                yield f"q{self.num_queries}"
-            yield f"s{self.num_keys}"
-            yield f"b{self.batch}"
-            return
-        longest, tokens = self.sequences[0].num_keys, self.num_tokens[1]
-        if longest == self.num_keys and self.sequences == mixed_lengths(longest, tokens):
-            yield f"s{longest}"
-            yield f"t{tokens}"
-        else:
-            yield "n" + ",".join(each.word for each in self.sequences)
+            queries = self.num_queries if self.num_queries != self.num_keys else None
+            return {"num_queries": queries, "num_keys": self.num_keys, "batch": self.batch}
+        longest, tokens = self.num_keys, self.num_tokens[1]
+        if self.sequences[0].num_keys == longest and self.sequences == mixed_lengths(longest, tokens):
+            return {"num_keys": longest, "tokens": tokens}
+        return {"sequences": ",".join(map(str, self.sequences))}
 
     @property
     def has_codes(self) -> bool:
@@ -291,12 +280,14 @@ class ProblemSpec:
     @property
     def has_used_keys(self) -> bool:
         """Whether seqused_k says how many keys each sequence uses."""
-        return bool(self.sequences) and self.sequences[0].used_keys is not None
+        return any(lengths.used_keys is not None for lengths in self.sequences)
 
     @property
     def num_tokens(self) -> tuple[int, int]:
         """(queries, keys) of all variable-length sequences together."""
-        return sum(each.num_queries for each in self.sequences), sum(each.num_keys for each in self.sequences)
+        return sum(lengths.num_queries for lengths in self.sequences), sum(
+            lengths.num_keys for lengths in self.sequences
+        )
 
     @property
     def shape(self) -> Shape:
@@ -317,18 +308,12 @@ class ProblemSpec:
 
         unused_tokens: rows of (query, key) behind the last variable-length sequence.
         """
-        shape, backward = self.shape, direction == "backward"
-        if shape.tokens is not None:
-            queries, keys = (count + more for count, more in zip(shape.tokens, unused_tokens, strict=True))
-            shape = dataclasses.replace(shape, tokens=(queries, keys))
         changes: dict[str, Any] = {
             "scale": self.scale,
             "softcap": self.softcap,
             "dropout_p": self.dropout_p,
             "philox_on_device": self.philox_on_device,
         }
-        if self.sequences and not self.page_size:
-            changes["sequences"] = Sequences(self.batch, self.num_queries, self.num_keys, self.has_used_keys)
         if self.bias:
             changes["bias"] = self._bias_tensor()
         if self.alibi:
@@ -336,19 +321,46 @@ class ProblemSpec:
             changes["alibi_slopes"] = Tensor.contiguous(sizes, "float32")
         if self.sinks:
             changes["sinks"] = Tensor.contiguous((self.num_heads,), "float32")
-        if backward:
-            changes |= {"deterministic": self.deterministic, "num_splits_key": self.num_splits_key}
-            changes |= self._gradient_tensors(shape, changes.get("sinks"))
-        if backward and self.grad_logsumexp:
-            changes["grad_logsumexp"] = Tensor.contiguous(shape.logsumexp, "float32")
-        if self.page_size:
-            found = self._paged(shape, unused_tokens[0], direction)
-        else:
-            found = Problem.dense(direction, shape, self.dtype, self.mask)
+        if direction == "backward":
+            changes |= self._backward_fields(changes.get("sinks"))
+        dense = self._paged(direction, unused_tokens) if self.page_size else self._unpaged(direction, unused_tokens)
         if self.float16_output:
-            changes["output"] = Tensor.contiguous(found.output.shape, "float16")
-        found = self._with_codes(found).replace(**changes)
-        return found.with_value_in_key() if self.value_in_key else found
+            changes["output"] = Tensor.contiguous(dense.output.shape, "float16")
+        problem = self._with_codes(dense).replace(**changes)
+        return problem.with_value_in_key() if self.value_in_key else problem
+
+    def _unpaged(self, direction: str, unused_tokens: tuple[int, int]) -> Problem:
+        if not self.sequences:
+            return Problem.dense(direction, self.shape, self.dtype, self.mask)
+        queries, keys = (count + unused for count, unused in zip(self.num_tokens, unused_tokens, strict=True))
+        shape = dataclasses.replace(self.shape, tokens=(queries, keys))
+        sequences = Sequences(self.batch, self.num_queries, self.num_keys, self.has_used_keys)
+        return Problem.dense(direction, shape, self.dtype, self.mask).replace(sequences=sequences)
+
+    def _paged(self, direction: str, unused_tokens: tuple[int, int]) -> Problem:
+        """The problem with a page for each page_size keys of every sequence, and one more."""
+        is_ragged, pool = self.has_ragged_queries, (self.batch * self.max_pages + 1, self.page_size, self.num_heads_key)
+        tokens = (self.num_tokens[0] + unused_tokens[0], 0) if is_ragged else None
+        dense = Problem.dense(direction, dataclasses.replace(self.shape, tokens=tokens), self.dtype, self.mask)
+        table = Tensor.contiguous((self.batch, self.max_pages), "int32")
+        return dense.replace(
+            key=Tensor.contiguous((*pool, self.head_dim), self.dtype),
+            value=Tensor.contiguous((*pool, self.head_dim_value), self.dtype),
+            sequences=None,
+            pages=Pages(table, self.batch, self.num_queries if is_ragged else 0, cu_seqlens_q=is_ragged),
+        )
+
+    def _backward_fields(self, sinks: Tensor | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {"deterministic": self.deterministic, "num_splits_key": self.num_splits_key}
+        fields |= {f"grad_{name}": None for letter, name in GRADIENTS.items() if letter not in self.gradients}
+        if "b" in self.gradients:
+            sizes = self.shape.bias if self.bias_gradient == "grad" else self._bias_sizes()
+            fields["grad_bias"] = Tensor.contiguous(sizes, self.dtype)
+        if "s" in self.gradients:
+            fields["grad_sinks"] = sinks
+        if self.grad_logsumexp:
+            fields["grad_logsumexp"] = Tensor.contiguous(self.shape.logsumexp, "float32")
+        return fields
 
     def _with_codes(self, problem: Problem) -> Problem:
         """The problem with the e4m3 cache and the scales that the spec has."""
@@ -370,28 +382,13 @@ class ProblemSpec:
     @property
     def has_ragged_queries(self) -> bool:
         """Whether the queries are one sequence behind the other: not so with pages and the same count for all."""
-        counts = {each.num_queries for each in self.sequences}
+        counts = {lengths.num_queries for lengths in self.sequences}
         return bool(self.sequences) and not (self.page_size and len(counts) == 1)
 
     @property
     def max_pages(self) -> int:
         """Pages of a sequence with num_keys keys."""
         return -(-self.num_keys // max(self.page_size, 1))
-
-    def _paged(self, shape: Shape, unused_queries: int, direction: str) -> Problem:
-        """The problem with a page for each page_size keys of every sequence, and one more."""
-        count = self.batch * self.max_pages + 1
-        dims = self.head_dim, self.head_dim_value
-        pool = Shape(count, self.page_size, self.page_size, self.num_heads, *dims, self.num_heads_key)
-        tokens = (self.num_tokens[0] + unused_queries, 0) if self.has_ragged_queries else None
-        rows = dataclasses.replace(shape, tokens=tokens)
-        query = Tensor.contiguous(rows.of("query"), self.dtype)
-        output = Tensor.contiguous(rows.of("output"), output_dtype(self.dtype))
-        key, value = (Tensor.contiguous(pool.of(name), self.dtype) for name in ("key", "value"))
-        table = Tensor.contiguous((self.batch, self.max_pages), "int32")
-        is_ragged = self.has_ragged_queries
-        pages = Pages(table, self.batch, self.num_queries if is_ragged else 0, cu_seqlens_q=is_ragged)
-        return Problem(direction, query, key, value, output, mask=self.mask, pages=pages)
 
     def _bias_sizes(self) -> tuple[int, ...]:
         axes = zip(self.bias, self.shape.bias, strict=True)
@@ -402,29 +399,17 @@ class ProblemSpec:
         steps = tuple(step if letter != "1" else 0 for letter, step in zip(self.bias, strides, strict=True))
         return Tensor(self.shape.bias, steps, self.dtype)
 
-    def _gradient_tensors(self, shape: Shape, sinks: Tensor | None) -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = {f"grad_{name}": None for name in GRADIENTS.values()}
-        for letter in self.gradients:
-            name = GRADIENTS[letter]
-            if letter == "b":
-                sizes = self.shape.bias if self.bias_gradient == "grad" else self._bias_sizes()
-                found["grad_bias"] = Tensor.contiguous(sizes, self.dtype)
-            elif letter == "s":
-                found["grad_sinks"] = sinks
-            else:
-                found[f"grad_{name}"] = Tensor.contiguous(shape.of(name), self.dtype)
-        return found
-
     def flops(self, direction: str) -> int:
         """`Problem.flops`; in the variable-length layout the sum over the sequences, each as a problem of its own."""
         if not self.sequences:
             return self.problem(direction).flops
         alone = dataclasses.replace(self, sequences=(), bias="", bias_gradient="", gradients="", alibi="", sinks=False)
-        each = (
-            dataclasses.replace(alone, batch=1, num_queries=one.num_queries, num_keys=one.num_keys)
-            for one in self.sequences
+        return sum(
+            dataclasses.replace(alone, batch=1, num_queries=lengths.num_queries, num_keys=lengths.num_keys).flops(
+                direction
+            )
+            for lengths in self.sequences
         )
-        return sum(spec.problem(direction).flops for spec in each)
 
 
 def mixed_lengths(longest: int, tokens: int) -> tuple[SequenceLengths, ...]:
@@ -441,186 +426,109 @@ def mixed_lengths(longest: int, tokens: int) -> tuple[SequenceLengths, ...]:
 
 
 def parse(name: str) -> ProblemSpec:
-    """The spec of a name; NotSupported lists every wrong, repeated, missing or contradictory word."""
-    found, reasons = _read(name)
-    if not reasons:
-        reasons = list(_contradictions(found))
-    if not reasons:
-        try:
-            return _spec_of(found)
-        except NotSupported as error:
-            reasons = list(error.reasons)
-    raise NotSupported([f"problem {name!r}: {reason}" for reason in reasons])
+    """The spec of a name; NotSupported lists every wrong, repeated, missing or contradictory word.
+
+    Numbers out of range are refused by `Problem.check`.
+    """
+    values, reasons = _read(name, WORDS, "the grammar", EXAMPLE)
+    if reasons := reasons or list(_contradictions(values)):
+        raise NotSupported([f"problem {name!r}: {reason}" for reason in reasons])
+    return _spec_of(values)
 
 
 def parse_mask(text: str) -> Mask:
     """The mask of its words, such as `causal_br_window64` or `window_left100_right30`; NotSupported as `parse`."""
-    found, reasons = _read(text)
-    strangers = found.keys() - {"mask", "bottom_right", "window_size", "window_left", "window_right"}
-    reasons += [f"{found[name]!r} is no word of a mask; leave it out" for name in sorted(strangers)]
-    reasons = reasons or list(_mask_contradictions(found))
+    values, reasons = _read(text, _MASK_WORDS, "a mask", "causal_br_window64")
     if reasons:
         raise NotSupported([f"mask {text!r}: {reason}" for reason in reasons])
-    return _mask_of(found)
+    return _mask_of(values)
 
 
-def _read(name: str) -> tuple[dict[str, str], list[str]]:
-    """Values by field name, and an objection for each unknown or repeated word."""
-    found: dict[str, str] = {}
-    reasons = []
-    for word in name.split("_"):
-        matches = [match for pattern in _WORDS if (match := pattern.fullmatch(word))]
-        if not matches:
-            reasons.append(_unknown(word))
+def _read(name: str, words: tuple[Word, ...], owner: str, example: str) -> tuple[dict[str, str], list[str]]:
+    """Values by field; and a reason for each unknown or repeated word or, without these, for each missing one."""
+    texts, values, wrong, lacking = name.split("_"), dict[str, str](), list[str](), list[str]()
+    for text in texts:
+        word, fields = next(((word, fields) for word in words if (fields := word.read(text)) is not None), (None, {}))
+        if word is None:
+            wrong.append(_unknown(text, words, owner, example))
             continue
-        values = {key: value for key, value in matches[0].groupdict().items() if value is not None}
-        if repeated := values.keys() & found.keys():
-            reasons.append(f"{word!r} gives {', '.join(sorted(repeated))} a second time; leave one out")
-        found |= values
-    return found, reasons
+        if repeated := fields.keys() & values.keys():
+            wrong.append(f"{text!r} gives {', '.join(sorted(repeated))} a second time; leave one out")
+        if word.needs and not set(word.needs) & set(texts):
+            needed = " or ".join(word.needs)
+            lacking.append(f"{text!r} belongs to {needed}; write {needed} or leave it out")
+        values |= fields
+    missing = (word for word in words if word.is_required and word.fields[0] not in values)
+    lacking += [f"{word.fields[0]} is missing; add {word.shown}, as in {example}" for word in missing]
+    return values, wrong or lacking
 
 
-def _unknown(word: str) -> str:
-    letters = re.match("[a-z]*", word)
-    prefix = letters[0] if letters else ""
-    if prefix in _KNOWN:
-        return f"the value of {word!r} has another form; write it as in {EXAMPLE} or as the grammar says"
-    nearest = difflib.get_close_matches(prefix, _KNOWN, n=3)
-    if nearest:
-        return f"{word!r} is no word of the grammar; did you mean {' or '.join(nearest)}?"
-    return f"{word!r} is no word of the grammar; write the problem like {EXAMPLE}"
+def _unknown(text: str, words: tuple[Word, ...], owner: str, example: str) -> str:
+    start = re.split("[^a-z]", text)[0]
+    for word in words:
+        if start in word.starts:
+            return f"the value of {text!r} has another form; write {word.shown}: {' '.join(word.meaning.split())}"
+    known = (known for word in words for known in word.starts)
+    return f"{text!r} is no word of {owner}; {did_you_mean(start, known, f'write it like {example}')}"
 
 
-def _contradictions(found: Mapping[str, str]) -> Iterator[str]:
-    needed = {
-        "dtype": "bf16, f16, f32 or e4m3",
-        "head_dim": "d{D}",
-        "num_heads": "h{H}",
-        "mask": "full, causal or window",
-    }
-    if "sequences" in found:
-        for other in ("num_queries", "num_keys", "batch", "tokens"):
-            if other in found:
-                yield f"n... gives the lengths already, so {other} must be absent; leave one of both out"
-    else:
-        needed["num_keys"] = "s{N}"
-        if "tokens" not in found:
-            needed["batch"] = "b{B} or t{T}"
-        elif "batch" in found or "num_queries" in found:
-            yield "t... gives batch and lengths, so b and q must be absent; leave one of both out"
-        elif int(found["tokens"]) < 1 or int(found.get("num_keys", 1)) < 1:
-            yield "t... needs at least one token and s... at least one; raise them"
-    for field, form in needed.items():
-        if field not in found:
-            yield f"{field} is missing; add {form}, as in {EXAMPLE}"
-    if "mask" in found:
-        yield from _mask_contradictions(found)
-    letters = found.get("gradients", "")
-    for letter, word, present in (("b", "biasgrad or biassum", "bias_gradient"), ("s", "sinks", "sinks")):
-        if letter in letters and present not in found:
-            yield f"grads{letters} has {letter}, but there is no {word}; add it or leave {letter} out"
-    if letters and "b" not in letters and "bias_gradient" in found:
-        yield f"grads{letters} lacks b, but the bias has a gradient; add b or write bias without grad or sum"
-    if letters and letters != "".join(sorted(set(letters), key=list(GRADIENTS).index)):
+def _contradictions(values: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with words each of which is right."""
+    lengths = values.keys() & _LENGTH_FIELDS
+    if lengths not in _LAYOUTS:
+        words = ", ".join(word.write(values) for word in WORDS if word.fields[0] in lengths)
+        yield (
+            f"the lengths are {words or 'missing'}: must be s with b, q with s and b, s with t, or n alone; add or "
+            f"leave out a word, as in {EXAMPLE}"
+        )
+    elif "tokens" in values and int(values["num_keys"]) < 1:
+        yield "t... needs s... of at least one; raise it"
+    letters = values.get("gradients", "")
+    if letters != "".join(letter for letter in GRADIENTS if letter in letters):
         yield f"grads{letters}: letters must be in the order {''.join(GRADIENTS)}, each once; reorder them"
-    yield from _code_contradictions(found)
-    page_size = int(found.get("page_size", 1))
-    if page_size < 1 or page_size & (page_size - 1):
-        yield f"paged{page_size}: the page size must be a power of two; correct it"
-    if float(found.get("dropout_p", 0)) < 0 or float(found.get("dropout_p", 0)) > 1:
-        yield f"dropout{found['dropout_p']}: must be from 0 to 1; correct it"
-
-
-def _code_contradictions(found: Mapping[str, str]) -> Iterator[str]:
-    dtype, e4m3, is_cache = found.get("dtype"), OPERAND_NAMES[FLOAT8], "e4m3_cache" in found
-    if is_cache and dtype == e4m3:
-        yield f"kv8 is key and value of e4m3 beside a query of 16 bits, but the dtype is {e4m3}; leave one of both out"
-    if "float16_output" in found and dtype != e4m3:
-        yield f"f16out belongs to e4m3, but the dtype is {dtype}; write e4m3 or leave it out"
-    if "descale" in found and dtype != e4m3 and not is_cache:
-        yield f"descale{found['descale']} belongs to e4m3 or kv8, but the dtype is {dtype}; write one or leave it out"
-    is_latent = is_cache and "value_in_key" in found
-    columns, of_value = (int(found.get(name, 0)) for name in ("head_dim", "head_dim_value"))
-    if found.get("descale") == "tile" and not (is_latent and 0 < of_value < columns):
-        yield "descaletile belongs to mla with kv8 and a narrower value, d{D}v{V}; write them, or another descale"
-    if found.get("descale") == "row" and not is_cache:
+    if letters and ("b" in letters) != ("bias_gradient" in values):
+        yield f"grads{letters}: must have b if the bias has grad or sum, and only then; correct one of both"
+    if "s" in letters and "sinks" not in values:
+        yield f"grads{letters} has s, but there is no sinks; add it or leave s out"
+    if values.get("descale") == "row" and "e4m3_cache" not in values:
         yield "descalerow belongs to kv8; write kv8 beside a dtype of 16 bits, or descalebatch"
+    is_narrow = 0 < int(values.get("head_dim_value", 0)) < int(values["head_dim"])
+    if values.get("descale") == "tile" and not (is_narrow and {"e4m3_cache", "value_in_key"} <= values.keys()):
+        yield "descaletile belongs to mla with kv8 and a narrower value, d{D}v{V}; write them, or another descale"
 
 
-def _mask_contradictions(found: Mapping[str, str]) -> Iterator[str]:
-    mask = found.get("mask", "no mask")
-    for field, word, needed in (
-        ("bottom_right", "br", "causal"),
-        ("window_size", "window{W}", "causal"),
-        ("window_left", "left{L}", "window"),
-        ("window_right", "right{R}", "window"),
-    ):
-        if field in found and mask != needed:
-            yield f"{word} belongs to {needed}, but the mask is {mask}; write {needed} or leave it out"
-    if "mask" not in found:
-        yield "the mask is missing; add full, causal or window"
-
-
-def _spec_of(found: Mapping[str, str]) -> ProblemSpec:
+def _spec_of(values: Mapping[str, str]) -> ProblemSpec:
     """The spec of values without contradictions."""
-    values: dict[str, Any] = {"dtype": _DTYPES[found["dtype"]], "mask": _mask_of(found)}
-    for field in ("head_dim", "head_dim_value", "num_heads", "num_heads_key", "num_splits_key", "page_size"):
-        if field in found:
-            values[field] = int(found[field])
-    for field in ("dropout_p", "softcap", "scale"):
-        if field in found:
-            values[field] = float(found[field])
-    for field in (
-        "sinks", "deterministic", "philox_on_device", "grad_logsumexp", "value_in_key", "e4m3_cache", "float16_output",
-    ):  # fmt: skip
-        values[field] = field in found
-    for field in ("bias_gradient", "gradients", "descale"):
-        values[field] = found.get(field, "")
-    if "bias" in found:
-        values["bias"] = found.get("bias_axes", BATCH_BROADCAST)
-    if "alibi" in found:
-        values["alibi"] = "bh" if found["alibi"] == "alibib" else "h"
-    if "sequences" in found:
-        values["sequences"] = tuple(map(_lengths_of, found["sequences"].split(",")))
-    elif "tokens" in found:
-        values["sequences"] = mixed_lengths(int(found["num_keys"]), int(found["tokens"]))
+    fields: dict[str, Any] = {
+        field.name: _READERS[field.type](values[field.name])
+        for field in dataclasses.fields(ProblemSpec)
+        if field.name in values and field.type in _READERS
+    }
+    fields |= {"dtype": _DTYPES[values["dtype"]], "mask": _mask_of(values)}
+    if "bias" in values:
+        fields["bias"] = values["bias"] or BATCH_BROADCAST
+    if "alibi" in values:
+        fields["alibi"] = "bh" if values["alibi"] == _ALIBI["bh"] else "h"
+    if "sequences" in values:
+        fields["sequences"] = tuple(map(_lengths_of, values["sequences"].split(",")))
+    elif "tokens" in values:
+        fields["sequences"] = mixed_lengths(fields["num_keys"], int(values["tokens"]))
     else:
-        keys = int(found["num_keys"])
-        values |= {"num_queries": int(found.get("num_queries", keys)), "num_keys": keys, "batch": int(found["batch"])}
-    return ProblemSpec(**values)
+        fields.setdefault("num_queries", fields["num_keys"])
+    return ProblemSpec(**fields)
 
 
-def _lengths_of(word: str) -> SequenceLengths:
-    queries, _, rest = word.partition("x")
+def _lengths_of(text: str) -> SequenceLengths:
+    queries, _, rest = text.partition("x")
     keys, _, used = rest.partition("u")
     return SequenceLengths(int(queries), int(keys or queries), int(used) if used else None)
 
 
-def _mask_of(found: Mapping[str, str]) -> Mask:
-    def number(field: str) -> int | None:
-        return int(found[field]) if field in found else None
-
-    if found["mask"] == "full":
-        return Full()
-    if found["mask"] == "window":
-        return Window(number("window_left"), number("window_right"))
-    return (CausalBottomRight if "bottom_right" in found else Causal)(number("window_size"))
+def _mask_of(values: Mapping[str, str]) -> Mask:
+    kind = masks.ALL["_".join(values[field] for field in _MASK_FIELDS[:2] if field in values)]
+    return kind(**{field.name: int(values[field.name]) for field in dataclasses.fields(kind) if field.name in values})
 
 
-def _mask_words(mask: Mask) -> Iterator[str]:
-    if isinstance(mask, Window):
-        yield "window"
-        for word, edge in (("left", mask.left), ("right", mask.right)):
-            if edge is not None:
-                yield f"{word}{edge}"
-        return
-    yield "full" if isinstance(mask, Full) else "causal"
-    if isinstance(mask, CausalBottomRight):
-        yield "br"
-    if isinstance(mask, Causal) and mask.window_size is not None:
-        yield f"window{mask.window_size}"
-
-
-def _number_text(value: float) -> str:
+def _text(value: object) -> str:
     """The shortest text that float() reads back, without a fraction of zero: 30, 0.1, 1e-06."""
-    return repr(float(value)).removesuffix(".0")
+    return repr(float(value)).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
-from cutlass_py_attn.problem.scalars import shown
+from cutlass_py_attn.refusals import Refusal, one_of, refuse
 from cutlass_py_attn.suggestions import did_you_mean
 
 ALL_GATHER: Final = "all_gather"
@@ -34,19 +34,19 @@ class Chunk:
     start: Any
 
 
-def strategy_objections(value: object) -> list[str]:
+def strategy_refusals(value: object) -> list[Refusal]:
     """Returns why a value of context_strategy is refused."""
     if isinstance(value, str) and value in STRATEGIES:
         return []
     remedy = did_you_mean(value, STRATEGIES, "choose one") if isinstance(value, str) else "choose one"
-    return [f"context_strategy = {shown(value)}: must be one of {', '.join(STRATEGIES)}; {remedy}"]
+    return [refuse("context_strategy", value, one_of(STRATEGIES), remedy)]
 
 
-def order_objections(value: object) -> list[str]:
+def order_refusals(value: object) -> list[Refusal]:
     """Returns why a value of load_balance is refused."""
     if value is None or (isinstance(value, str) and value == ZIGZAG):
         return []
-    return [f"load_balance = {shown(value)}: must be {ZIGZAG!r}, or None for the natural order; choose one"]
+    return [refuse("load_balance", value, f"must be {ZIGZAG!r}, or None for the natural order", "choose one")]
 
 
 def chunks(size: int, zigzag: bool, rows: int, device: Any) -> list[Chunk]:
@@ -123,7 +123,7 @@ class Ring:
         rows, mask = self.keys, self.mask
         source = (rank - step) % self.size
         is_before = rank >= step  # whether the keys are those of rows before
-        if isinstance(mask, Full):
+        if mask.form.sees_all:
             parts = chunks(self.size, self.zigzag, rows, source) if self.has_bias else [Chunk(0, rows, 0)]
             return [RingTile(mask, 0, self.queries, part.first, part.count, part.start, True) for part in parts]
         if self.zigzag:
@@ -192,94 +192,81 @@ class SplitCall:
     has_sequences: bool
     differ: bool
 
-    def objections(self) -> Iterator[str]:
+    def refusals(self) -> Iterator[Refusal]:
         """Yields why the rows cannot be split."""
         yield from self._sizes()
         yield from {ALL_GATHER: self._all_gather, RING: self._ring, ULYSSES: self._ulysses}[self.strategy]()
 
-    def _sizes(self) -> Iterator[str]:
+    def _sizes(self) -> Iterator[Refusal]:
         rows, keys = self.query[1], self.key[1]
         if self.zigzag:
             for name, count in (("query", rows), ("key", keys)):
                 if count % 2:
-                    yield (
-                        f"{name} has {count} rows on each device with load_balance='zigzag': must be an even number, "
-                        "two chunks; pad the rows, or pass load_balance=None"
-                    )
-        ordered = not isinstance(self.mask, Full) or self.has_sequences
+                    rule = "must be an even number on each device with load_balance='zigzag', two chunks"
+                    yield refuse(f"rows of {name}", count, rule, "pad the rows, or pass load_balance=None")
+        ordered = not self.mask.form.sees_all or self.has_sequences
         if rows != keys and ordered and self.strategy != ULYSSES:
-            yield (
-                f"query has {rows} rows on each device and key {keys}, with mask {self.mask}: must be equal, for a "
-                f"mask counts positions; pass Full(), or context_strategy={ULYSSES!r}"
-            )
+            rule = f"must be that of key on each device, {keys}, with mask {self.mask}, for a mask counts positions"
+            yield refuse("rows of query", rows, rule, f"pass Full(), or context_strategy={ULYSSES!r}")
         if self.bias is None or len(self.bias) != 4 or self.has_sequences:
             return
         batch, _, heads, _ = self.query
         allowed = batch, heads, rows, keys * self.size
         if any(size not in (1, whole) for size, whole in zip(self.bias, allowed, strict=True)):
-            yield (
-                f"bias has shape {self.bias}: must broadcast to {allowed}, the device's rows and the keys of all "
-                f"{self.size} devices in natural order; split its rows alone"
+            rule = (
+                f"must broadcast to {allowed}, the device's rows and the keys of all {self.size} devices in natural "
+                "order"
             )
+            yield refuse("bias.shape", self.bias, rule, "split its rows alone")
 
-    def _all_gather(self) -> Iterator[str]:
+    def _all_gather(self) -> Iterator[Refusal]:
         yield from self._terms()
         remedy = f"pass context_strategy={ULYSSES!r}"
         if self.has_alibi and not is_causal(self.mask):
-            yield (
-                f"alibi_slopes with all_gather and mask {self.mask}: must be a causal mask, for ALiBi counts from the "
-                f"last visible key; {remedy}"
-            )
+            rule = "must be a causal mask with alibi_slopes and all_gather, for ALiBi counts from the last visible key"
+            yield refuse("mask", self.mask, rule, remedy)
         if not self.has_sequences:
             return
         if self.bias is not None:
-            yield (
-                f"bias with sequences and all_gather: must be one of the two, for a sequence's rows are split; {remedy}"
-            )
-        if not (is_causal(self.mask) or isinstance(self.mask, Full)):
-            yield f"mask {self.mask} with sequences and all_gather: must be causal or Full(); {remedy}"
+            rule = "must be None with sequences and all_gather, for a sequence's rows are split"
+            yield refuse("bias.shape", self.bias, rule, remedy)
+        if not (is_causal(self.mask) or self.mask.form.sees_all):
+            yield refuse("mask", self.mask, "must be causal or Full() with sequences and all_gather", remedy)
         if isinstance(self.mask, Causal) and not isinstance(self.mask, CausalBottomRight) and self.differ:
-            yield (
-                f"sequences with all_gather and mask {self.mask}: must have cu_seqlens_q equal to cu_seqlens_k, and no "
-                f"seqused_k; pass CausalBottomRight, or {remedy.removeprefix('pass ')}"
-            )
+            rule = "must have cu_seqlens_q equal to cu_seqlens_k with sequences and all_gather, and no seqused_k"
+            yield refuse("mask", self.mask, rule, f"pass CausalBottomRight, or {remedy.removeprefix('pass ')}")
 
-    def _ring(self) -> Iterator[str]:
+    def _ring(self) -> Iterator[Refusal]:
         yield from self._terms()
         if self.has_alibi:
-            yield f"alibi_slopes with ring: must be None, for the kernels take no position of a part's keys; {_OTHERS}"
+            rule = "must be ulysses or all_gather with alibi_slopes, for the kernels take no position of a part's keys"
+            yield refuse("context_strategy", RING, rule, _OTHERS)
         if self.has_sequences:
-            yield f"sequences with ring: must be None, for the parts would split sequences; {_OTHERS}"
-        if not (is_causal(self.mask) or isinstance(self.mask, Full)):
-            yield f"mask {self.mask} with ring: must be causal or Full(); {_OTHERS}"
+            rule = "must be ulysses or all_gather with sequences, which the parts would split"
+            yield refuse("context_strategy", RING, rule, _OTHERS)
+        if not (is_causal(self.mask) or self.mask.form.sees_all):
+            yield refuse("mask", self.mask, "must be causal or Full() with ring", _OTHERS)
         if is_causal(self.mask) and window_of(self.mask) is not None and self.zigzag:
-            yield (
-                f"mask {self.mask} with ring and load_balance='zigzag': must have no window; pass load_balance=None, "
-                "with which the ring ends where the window ends"
-            )
+            remedy = "pass load_balance=None, with which the ring ends where the window ends"
+            yield refuse("mask", self.mask, "must have no window with ring and load_balance='zigzag'", remedy)
 
-    def _terms(self) -> Iterator[str]:
+    def _terms(self) -> Iterator[Refusal]:
         remedy = f"pass context_strategy={ULYSSES!r}"
         if self.dropout_p:
-            yield (
-                f"dropout_p = {self.dropout_p} with {self.strategy}: must be 0, for the kernels count random numbers "
-                f"of a device's own rows and keys; {remedy}"
+            rule = (
+                f"must be 0 with {self.strategy}, for the kernels count random numbers of a device's own rows and keys"
             )
+            yield refuse("dropout_p", self.dropout_p, rule, remedy)
         for name in self.terms:
-            yield (
-                f"score term {name!r} with {self.strategy}: must be absent, for a term counts the positions of a "
-                f"device's own rows; {remedy}"
-            )
+            rule = f"must be absent with {self.strategy}, for a term counts the positions of a device's own rows"
+            yield refuse("score_terms", name, rule, remedy)
 
-    def _ulysses(self) -> Iterator[str]:
+    def _ulysses(self) -> Iterator[Refusal]:
         heads, heads_key = self.query[2], self.key[2]
+        remedy = f"pass context_strategy={ALL_GATHER!r}"
         if heads % self.size or heads_key == 0 or heads % heads_key:
-            yield (
-                f"query has {heads} heads and key {heads_key}, split over {self.where}: "
-                f"the number of devices must divide query's heads; pass context_strategy={ALL_GATHER!r}"
-            )
+            rule = f"must be divided by the {self.where}, and by the {heads_key} heads of key"
+            yield refuse("heads of query", heads, rule, remedy)
         elif repeats_of_key(heads, heads_key, self.size) is None:
-            yield (
-                f"key has {heads_key} heads, query {heads}, split over {self.where}: each device must have whole "
-                f"groups of query heads; pass context_strategy={ALL_GATHER!r}"
-            )
+            rule = f"each of {self.where} must have whole groups of the {heads} heads of query"
+            yield refuse("heads of key", heads_key, rule, remedy)

@@ -23,6 +23,7 @@ LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
 OPERANDS = ("query", "key", "value")
 BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
 BIASES = ("bias", "grad_bias")
+ROW_STRIDES = ("batch", "row", "head")  # of rows, whose columns are contiguous; those of a pool begin with "page"
 KEY_ROPE = "key_rope"  # the columns of key that have 16 bits, of a latent cache of e4m3 codes
 CACHED = ("key", "value", KEY_ROPE)  # rows of a cache, which may be in pages
 
@@ -68,18 +69,33 @@ class Shape:
         """Shape of logsumexp: (batch, num_heads, num_queries rounded up to a multiple of 32)."""
         return self.batch, self.num_heads, round_up(self.num_queries, LSE_PADDING)
 
-    def of(self, name: str) -> tuple[int, int, int, int]:
-        """Returns the BMHK shape of tensor `name` (query, grad_key, ...)."""
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Returns what the axes of BMHK tensor `name` (query, grad_key, ...) count, as named in `sizes`."""
         role = name.removeprefix("grad_")
-        of_key = role in ("key", "value")
-        rows = self.num_keys if of_key else self.num_queries
-        heads = self.num_heads_key if of_key else self.num_heads
-        columns = self.head_dim if role in ("query", "key") else self.head_dim_value
+        of_key = role in CACHED
         if of_key and self.pool is not None:
-            return (*self.pool, heads, columns)
-        if self.tokens is not None:
-            return 1, self.tokens[of_key], heads, columns
-        return self.batch, rows, heads, columns
+            rows = "num_pages", "page_size"
+        elif self.tokens is not None:
+            rows = "packed", "tokens_k" if of_key else "tokens_q"
+        else:
+            rows = "batch", "num_keys" if of_key else "num_queries"
+        columns = "head_dim" if role in ("query", "key") else "rope_columns" if role == KEY_ROPE else "head_dim_value"
+        return *rows, "num_heads_key" if of_key else "num_heads", columns
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """Returns the BMHK shape of tensor `name` (query, grad_key, ...)."""
+        columns = {"packed": 1, "head_dim": self.head_dim, "head_dim_value": self.head_dim_value}
+        sizes = self.sizes | columns
+        return tuple(sizes[axis] for axis in self.axes(name))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that may differ between launches of one kernel, by name."""
+        found = {
+            name: getattr(self, name) for name in ("batch", "num_queries", "num_keys", "num_heads", "num_heads_key")
+        }
+        found |= {} if self.pool is None else dict(zip(("page_size", "num_pages"), reversed(self.pool), strict=True))
+        return found | ({} if self.tokens is None else dict(zip(("tokens_q", "tokens_k"), self.tokens, strict=True)))
 
     @property
     def bias(self) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""Validation: every reason to refuse a problem; each says what was given, what is allowed and what to do.
+"""Validation: every reason to refuse a problem.
 
 The conditions of a score term are in its own file, score_terms/<term>.py.
 """
@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks, paging, quantization
-from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.overlap import overlaps_itself
-from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value, shown
+from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value
 from cutlass_py_attn.problem.tensors import (
     BIASES,
     BMHK,
@@ -23,10 +23,12 @@ from cutlass_py_attn.problem.tensors import (
     KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
+    ROW_ALIGNMENT_BYTES,
     Sequences,
     Shape,
     Tensor,
 )
+from cutlass_py_attn.refusals import CHOOSE_FLAG, IS_FLAG, Refusal, alignment_refusal, one_of, refuse
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import SOFTCAP
 
@@ -44,57 +46,59 @@ MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
 TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE)
 _REQUIRED: Final = (*OPERANDS, "output")
-_EDGES: Final = {"window_left": "mask left", "window_right": "mask right"}  # what Mask.objections calls them
-_WRITTEN = ("grad_query", "grad_key", "grad_value", "grad_bias")
+_NO_OVERLAP: Final = "an output must not overlap itself"
+_IN_FULL: Final = "allocate it in full"
+# Bytes of an element of any array.
+ARRAY_BYTES: Final = {**OPERAND_BYTES, "int32": 4, "int64": 8}
 
 
-def objections(problem: Problem) -> list[str]:
+def refusals(problem: Problem) -> list[Refusal]:
     """Returns every reason to refuse the problem.
 
     Every other check needs tensors of four axes: a wrong type or rank among the tensors is returned without the
-    others' reasons. A wrong scalar or mask is returned together with them.
+    others' refusals. A wrong scalar or mask is returned together with them.
     """
-    wrong = [*_tensor_kind_objections(problem), *_rank_objections(problem)]
-    scalars = {name: scalar.objections(name, getattr(problem, name)) for name, scalar in SCALARS.items()}
-    kinds = [*(text for texts in scalars.values() for text in texts), *_mask_objections(problem.mask)]
+    wrong = [*_kinds(problem), *_ranks(problem)]
+    scalars = {name: scalar.refusals(name, getattr(problem, name)) for name, scalar in SCALARS.items()}
+    kinds = [*(refusal for some in scalars.values() for refusal in some), *masks.refusals(problem.mask)]
     if wrong:
         return [*wrong, *kinds]
-    defaults = {name: SCALARS[name].default for name, texts in scalars.items() if texts}
+    defaults = {name: SCALARS[name].default for name, some in scalars.items() if some}
     sound = problem.replace(**defaults) if defaults else problem
     return [
-        *_size_objections(sound),
-        *_score_term_objections(sound),
-        *_tensor_objections(sound),
-        *quantization.objections(sound),
+        *_sizes(sound),
+        *_score_terms(sound),
+        *_tensors(sound),
+        *quantization.refusals(sound),
         *kinds,
-        *_option_objections(sound),
-        *_gradient_objections(sound),
+        *_options(sound),
+        *_gradients(sound),
     ]
 
 
-def shape_objections(shape: object) -> list[str]:
+def shape_refusals(shape: object) -> list[Refusal]:
     """Returns why this is no Shape of integers."""
     if not isinstance(shape, Shape):
-        return [f"shape = {shown(shape)}: must be a Shape; create one"]
+        return [refuse("shape", shape, "must be a Shape", "create one")]
     sizes = {field.name: getattr(shape, field.name) for field in fields(Shape)}
     tokens, pool = sizes.pop("tokens"), sizes.pop("pool")
     found = [
-        f"shape.{name} = {shown(size)}: must be an int of at least 0; correct it"
+        refuse(f"shape.{name}", size, "must be an int of at least 0", "correct it")
         for name, size in sizes.items()
         if type(python_value(size)) is not int
     ]
     if tokens is not None and not _are_ints(python_value(tokens), 2):
-        found.append(f"shape.tokens = {shown(tokens)}: must be two ints, of queries and keys, or None; correct it")
+        found.append(refuse("shape.tokens", tokens, "must be two ints, of queries and keys, or None", "correct it"))
     if pool is not None:
-        found.append(f"shape.pool = {shown(pool)}: must be None here; make a dense Problem and set its pages")
+        found.append(refuse("shape.pool", pool, "must be None here", "make a dense Problem and set its pages"))
     return found
 
 
-def score_terms_objections(terms: object) -> Iterator[str]:
+def score_terms_refusals(terms: object) -> Iterator[Refusal]:
     """Yields why these are no named arrays of score terms."""
     pairs = terms if isinstance(terms, tuple) else (terms,)
     if not all(isinstance(pair, tuple) and [*map(type, pair)] == [str, Tensor] for pair in pairs):
-        yield f"score_terms = {shown(terms)}: must be a tuple of (name, Tensor); correct it"
+        yield refuse("score_terms", terms, "must be a tuple of (name, Tensor)", "correct it")
 
 
 def _are_ints(values: object, count: int | None = None) -> bool:
@@ -102,284 +106,260 @@ def _are_ints(values: object, count: int | None = None) -> bool:
     return is_tuple and all(type(value) is int for value in values)  # type: ignore[attr-defined]
 
 
-def _tensor_kind_objections(problem: Problem) -> Iterator[str]:
+def tensor_refusals(name: str, tensor: object, *, is_required: bool) -> Iterator[Refusal]:
+    """Yields why this is no Tensor of integers with the name of a dtype; None is one that is not required."""
+    if not isinstance(tensor, Tensor):
+        if tensor is not None or is_required:
+            rule = "must be a Tensor" if is_required else "must be a Tensor, or None"
+            yield refuse(name, tensor, rule, "create one with Tensor.contiguous")
+        return
+    if not _are_ints(tensor.shape) or min(tensor.shape, default=0) < 0:
+        yield refuse(f"{name}.shape", tensor.shape, "must be a tuple of ints of at least 0", "correct it")
+    if not _are_ints(tensor.strides):
+        yield refuse(f"{name}.strides", tensor.strides, "must be a tuple of ints", "correct it")
+    if type(tensor.dtype) is not str:
+        yield refuse(f"{name}.dtype", tensor.dtype, one_of(ITEM_BYTES), "correct it")
+    if type(tensor.alignment) is not int:
+        yield refuse(f"{name}.alignment", tensor.alignment, "must be an int of bytes", "correct it")
+
+
+def _kinds(problem: Problem) -> Iterator[Refusal]:
     """Yields what is no Tensor, no integer and no name among the tensors and the sequences."""
     for name in TENSORS:
-        given = getattr(problem, name)
-        if not isinstance(given, Tensor):
-            if given is not None or name in _REQUIRED:
-                optional = "" if name in _REQUIRED else ", or None"
-                yield f"{name} = {shown(given)}: must be a Tensor{optional}; create one with Tensor.contiguous"
-            continue
-        for field in ("shape", "strides"):
-            numbers = getattr(given, field)
-            if not _are_ints(numbers) or (field == "shape" and min(numbers, default=0) < 0):
-                least = " of at least 0" if field == "shape" else ""
-                yield f"{name}.{field} = {shown(numbers)}: must be a tuple of ints{least}; correct it"
-        for field, kind, allowed in (
-            ("dtype", str, f"one of {', '.join(ITEM_BYTES)}"),
-            ("alignment", int, "an int of bytes"),
-        ):
-            if type(getattr(given, field)) is not kind:
-                yield f"{name}.{field} = {shown(getattr(given, field))}: must be {allowed}; correct it"
-    yield from score_terms_objections(problem.score_terms)
+        yield from tensor_refusals(name, getattr(problem, name), is_required=name in _REQUIRED)
+    yield from score_terms_refusals(problem.score_terms)
     if problem.pages is not None:
-        yield from paging.kind_objections(problem.pages)
+        yield from paging.kind_refusals(problem.pages)
     sequences = problem.sequences
     if sequences is None:
         return
     if not isinstance(sequences, Sequences):
-        yield f"sequences = {shown(sequences)}: must be a Sequences object, or None; create one"
+        yield refuse("sequences", sequences, "must be a Sequences object, or None", "create one")
         return
     for field in ("count", "max_seqlen_q", "max_seqlen_k"):
         if type(getattr(sequences, field)) is not int:
-            yield f"sequences.{field} = {shown(getattr(sequences, field))}: must be an int; convert it"
+            yield refuse(f"sequences.{field}", getattr(sequences, field), "must be an int", "convert it")
     if type(sequences.seqused_k) is not bool:
-        yield f"sequences.seqused_k = {shown(sequences.seqused_k)}: must be True or False; pass one of them"
+        yield refuse("sequences.seqused_k", sequences.seqused_k, IS_FLAG, CHOOSE_FLAG)
 
 
-def _rank_objections(problem: Problem) -> Iterator[str]:
+def _ranks(problem: Problem) -> Iterator[Refusal]:
     direction = problem.direction if isinstance(problem.direction, str) else ""
     if direction not in DIRECTIONS:
-        yield f"direction = {shown(problem.direction)}: must be one of {', '.join(DIRECTIONS)}; choose one"
+        yield refuse("direction", problem.direction, one_of(DIRECTIONS), "choose one")
     if direction == "backward" and problem.grad_output is None:
-        yield "grad_output is missing: the backward needs it; pass a tensor of the matching BMHK shape"
+        yield refuse("grad_output", None, "must be a tensor in the shape of output for a backward", "pass it")
     for name in (*BMHK, KEY_ROPE, *BIASES):
+        axes = "[batch, heads, queries, keys]" if name in BIASES else "[batch, seqlen, heads, head_dim]"
         tensor = getattr(problem, name)
-        if isinstance(tensor, Tensor) and any(
-            isinstance(sizes, tuple) and len(sizes) != 4 for sizes in (tensor.shape, tensor.strides)
-        ):
-            axes = "[batch, heads, queries, keys]" if name in BIASES else "[batch, seqlen, heads, head_dim]"
-            yield (
-                f"{name} has shape {tensor.shape} and strides {tensor.strides}: must be 4-D "
-                f"{axes}; add the missing axes with size 1"
-            )
+        if isinstance(tensor, Tensor):
+            yield from rank_refusals(name, tensor, 4, f"must be 4-D {axes}", "add the missing axes with size 1")
     for term in registry.terms():
-        yield from stride_objections(term.vectors(problem))
+        yield from stride_refusals(term.vectors(problem))
 
 
-def stride_objections(tensors: Mapping[str, Any]) -> Iterator[str]:
+def rank_refusals(name: str, tensor: Tensor, rank: int, rule: str, remedy: str) -> Iterator[Refusal]:
+    """Yields the shape of a Tensor with another number of axes, or the strides of one with another number of these."""
+    for field in ("shape", "strides"):
+        numbers = getattr(tensor, field)
+        if isinstance(numbers, tuple) and len(numbers) != rank:
+            yield refuse(f"{name}.{field}", numbers, rule, remedy)
+            return
+
+
+def stride_refusals(tensors: Mapping[str, Any]) -> Iterator[Refusal]:
     """Yields which of these tensors have another number of strides than of axes; None stands for no tensor."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and len(tensor.shape) != len(tensor.strides):
-            given = f"{name} has shape {tensor.shape} and strides {tensor.strides}"
-            yield f"{given}: must have a stride for each axis; add the missing strides, or leave some out"
+            rule = f"must have a stride for each axis of {tensor.shape}"
+            yield refuse(f"{name}.strides", tensor.strides, rule, "add the missing strides, or leave some out")
 
 
-def mask_kind_objections(mask: Any) -> list[str]:
-    """Returns why this is no mask, or every wrong number of a mask with a number that is no integer."""
-    if type(mask) not in masks.ALL.values():
-        return [f"mask = {shown(mask)}: must be a mask object such as Full() or Causal(); make one"]
-    numbers = {field.name: getattr(mask, field.name) for field in fields(mask)}
-    if all(number is None or type(number) is int for number in numbers.values()):
-        return []
-    least, none = (1, "no window") if isinstance(mask, Causal) else (0, "no limit")
-    return [
-        f"{_EDGES.get(name, name)} = {shown(number)}: must be an int of at least {least}, or None for {none}; "
-        "correct it"
-        for name, number in numbers.items()
-        if number is not None and (type(number) is not int or number < least)
-    ]
+def shape_refusal(name: str, given: tuple[int, ...], wanted: object, problem: Problem) -> Refusal:
+    """Returns the refusal of a shape that does not match query, key and value."""
+    query, key, value = problem.query.shape, problem.key.shape, problem.value.shape
+    rule = f"must be {wanted} to match query {query}, key {key} and value {value}"
+    return refuse(f"{name}.shape", given, rule, "reshape it")
 
 
-def _mask_objections(mask: Any) -> list[str]:
-    return mask_kind_objections(mask) or list(mask.objections())
-
-
-def _size_objections(problem: Problem) -> Iterator[str]:
+def _sizes(problem: Problem) -> Iterator[Refusal]:
     shape = problem.shape
     if shape.num_heads_key and shape.num_heads % shape.num_heads_key:
-        yield (
-            f"query has {digits(shape.num_heads)} heads and key {digits(shape.num_heads_key)}: query's must be a "
-            "multiple of key's; repeat or drop heads"
-        )
+        rule = f"must be a multiple of the {digits(shape.num_heads_key)} heads of key"
+        yield refuse("num_heads", shape.num_heads, rule, "repeat or drop heads")
     for name, tensor in problem.tensors().items():
+        if name not in BMHK:
+            continue
         wanted = (problem.query.shape[0], *shape.of(name)[1:])
         if problem.pages is not None and name in ("key", "value"):
             wanted = shape.of(name)
         if problem.key_rope is not None and name == "key":  # whose last columns are those of key_rope
             wanted = (*wanted[:3], max(wanted[3] - problem.key_rope.shape[3], 0))
-        if name in BMHK and tensor.shape != wanted:
-            yield (
-                f"{name} has shape {tensor.shape}: must be {wanted} to match query {problem.query.shape}, "
-                f"key {problem.key.shape} and value {problem.value.shape}; reshape it"
-            )
+        if tensor.shape != wanted:
+            yield shape_refusal(name, tensor.shape, wanted, problem)
     for label, size in (("head_dim", shape.head_dim), ("head_dim_value", shape.head_dim_value)):
         if not 1 <= size <= MAX_HEAD_DIM:
             remedy = "split the head" if size > MAX_HEAD_DIM else "give every row at least one element"
-            yield f"{label} = {digits(size)}: must be from 1 to {MAX_HEAD_DIM}; {remedy}"
+            yield refuse(label, size, f"must be from 1 to {MAX_HEAD_DIM}", remedy)
     for label in ("num_queries", "num_keys", "batch", "num_heads"):
-        size = getattr(shape, label)
-        if size > MAX_LENGTH:
-            yield f"{label} = {digits(size)}: must be at most {MAX_LENGTH}; call once per slice"
-    yield from _sequence_objections(problem)
-    yield from paging.objections(problem)
-    yield from _value_in_key_objections(problem)
+        if getattr(shape, label) > MAX_LENGTH:
+            yield refuse(label, getattr(shape, label), f"must be at most {MAX_LENGTH}", "call once per slice")
+    yield from _sequences(problem)
+    yield from paging.refusals(problem)
+    yield from _value_in_key(problem)
 
 
-def _value_in_key_objections(problem: Problem) -> Iterator[str]:
+def _value_in_key(problem: Problem) -> Iterator[Refusal]:
     if not problem.value_in_key:
         return
     key, value = problem.key, problem.value
     if problem.direction == "backward":
-        yield "value_in_key with direction 'backward': must be False, because gradients are separate; leave it out"
+        rule = "must be False with direction 'backward', because gradients are separate"
+        yield refuse("value_in_key", True, rule, "leave it out")
     if value.shape[3] > key.shape[3]:
-        yield (
-            f"head_dim_value = {digits(value.shape[3])} with value_in_key: must be at most the {key.shape[3]} columns "
-            "of key; lower it"
-        )
+        rule = f"must be at most the {key.shape[3]} columns of key with value_in_key"
+        yield refuse("head_dim_value", value.shape[3], rule, "lower it")
     if value.strides != key.strides:
-        yield (
-            f"value_in_key with value {value.shape} of strides {value.strides} and key {key.shape} of strides "
-            f"{key.strides}: value must be the first columns of key; pass a view of key"
-        )
+        rule = f"must be those of key, {key.strides}, whose first columns are value with value_in_key"
+        yield refuse("value.strides", value.strides, rule, "pass a view of key")
 
 
-def _sequence_objections(problem: Problem) -> Iterator[str]:
+def _sequences(problem: Problem) -> Iterator[Refusal]:
     given, shape = problem.sequences, problem.shape
     if given is None or shape.tokens is None:
         return
     if given.count < 0:
-        yield f"number of sequences = {given.count}: cu_seqlens must have at least one entry; pass [0] for none"
+        yield refuse("sequences.count", given.count, "cu_seqlens must have at least one entry", "pass [0] for none")
     for label, longest, tokens in (
         ("max_seqlen_q", given.max_seqlen_q, shape.tokens[0]),
         ("max_seqlen_k", given.max_seqlen_k, shape.tokens[1]),
     ):
         if not 0 <= longest <= tokens:
-            given_length = digits(longest)
-            yield f"{label} = {given_length}: must be from 0 to the {tokens} tokens; pass the longest sequence's length"
+            yield refuse(label, longest, f"must be from 0 to the {tokens} tokens", "pass the longest sequence's length")
     for name, tokens in zip(("query", "key"), shape.tokens, strict=True):
         if tokens > MAX_LENGTH:
-            yield (
-                f"{name} has {tokens} tokens: must be at most {MAX_LENGTH}, because cu_seqlens are 32-bit; "
-                "call once per group of sequences"
-            )
+            rule = f"must be at most {MAX_LENGTH}, because cu_seqlens are 32-bit"
+            yield refuse(f"tokens of {name}", tokens, rule, "call once per group of sequences")
     if problem.query.shape[0] != 1:
-        yield (
-            f"query has batch {problem.query.shape[0]} with cu_seqlens: must be 1; concatenate the sequences "
-            "in [1, tokens, heads, head_dim]"
-        )
+        remedy = "concatenate the sequences in [1, tokens, heads, head_dim]"
+        yield refuse("batch of query", problem.query.shape[0], "must be 1 with cu_seqlens", remedy)
 
 
-def _score_term_objections(problem: Problem) -> Iterator[str]:
+def _score_terms(problem: Problem) -> Iterator[Refusal]:
     """Yields what the terms refuse, and names of terms that nothing registered."""
     for term in registry.terms():
-        yield from term.objections(problem)
-    known = registry.registered()
-    for name, _ in problem.score_terms:
-        if name not in known:
-            yield (
-                f"score_terms has {name!r}: must be registered terms, {', '.join(known) or 'of which there is none'}; "
-                "call score_terms.register first"
-            )
+        yield from term.refusals(problem)
+    yield from registry.unknown(name for name, _ in problem.score_terms)
 
 
-def _tensor_objections(problem: Problem) -> Iterator[str]:
+def _tensors(problem: Problem) -> Iterator[Refusal]:
     coded = OPERANDS if quantization.has_codes(problem) else ()  # whose dtypes quantization.py checks
     for name, tensor in problem.tensors().items():
         if tensor.dtype not in (OPERAND_BYTES if name in coded else ITEM_BYTES):
             if name not in coded:
-                yield f"{name} has dtype {tensor.dtype}: must be one of {', '.join(ITEM_BYTES)}; cast it"
+                yield refuse(f"{name}.dtype", tensor.dtype, one_of(ITEM_BYTES), "cast it")
             continue
         has_own_dtype = name in coded or (name == "output" and problem.dtype == FLOAT8)
         if tensor.dtype != problem.dtype and not has_own_dtype:
-            yield f"{name} has dtype {tensor.dtype} but query has {problem.dtype}: all must agree; cast one of them"
-        if name in (*BMHK, KEY_ROPE) and name != "grad_output" and tensor.shape[3] > 1 and tensor.strides[3] != 1:
-            yield f"{name} has last stride {tensor.strides[3]}: must be 1; make the head dimension contiguous"
-        item = OPERAND_BYTES[tensor.dtype]
-        if tensor.alignment < item:
-            yield (
-                f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be aligned to its "
-                f"{item}-byte elements (16 bytes is fastest); copy it"
-            )
-        reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        if reach * item >= MAX_BYTES:
-            yield (
-                f"{name} has shape {digits(tensor.shape)} and strides {digits(tensor.strides)}: must reach fewer than "
-                "2**63 bytes; use smaller strides"
-            )
-        if name in _WRITTEN or (name == "output" and problem.direction == "forward"):
-            yield from _overlap_objections(name, tensor)
+            yield refuse(f"{name}.dtype", tensor.dtype, f"must be {problem.dtype} as query", "cast one of them")
+        operand = of_tensor(problem, name)
+        axes = tuple(field.removeprefix(f"{name}_") for field in operand.strides)
+        yield from memory_refusals(name, tensor, axes, is_written=operand.is_written)
 
 
-def _overlap_objections(name: str, tensor: Tensor) -> Iterator[str]:
-    labels = ("batch", "head", "query", "key") if name in BIASES else ("batch", "row", "head", "last")
-    repeated = [labels[axis] for axis in range(4) if tensor.shape[axis] > 1 and tensor.strides[axis] == 0]
-    for label in repeated:
-        yield f"{name} has {label} stride 0: an output must not overlap itself; allocate it in full"
+def memory_refusals(name: str, tensor: Tensor, axes: tuple[str, ...], *, is_written: bool) -> Iterator[Refusal]:
+    """Yields what kernels do not take of an array's strides and address.
+
+    axes: names of the leading axes, which have strides; the others are contiguous
+    """
+    item, shape = ARRAY_BYTES.get(tensor.dtype, 1), digits(tensor.shape)
+    if not axes and not tensor.is_contiguous:
+        yield refuse(f"{name}.strides", tensor.strides, f"must be contiguous for shape {shape}", "copy it")
+    if 0 < len(axes) < len(tensor.shape) and tensor.shape[-1] > 1 and tensor.strides[-1] != 1:
+        yield refuse(f"{name}.strides", tensor.strides, "the last must be 1", "make the head dimension contiguous")
+    if tensor.alignment < min(item, ROW_ALIGNMENT_BYTES):
+        yield alignment_refusal(name, tensor.alignment, item)
+    reach = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if reach * item >= MAX_BYTES:
+        rule = f"must reach fewer than 2**63 bytes with shape {shape}"
+        yield refuse(f"{name}.strides", tensor.strides, rule, "use smaller strides")
+    if not is_written:
+        return
+    layout = zip((*axes, "last"), tensor.shape, tensor.strides, strict=False)
+    repeated = [axis for axis, size, stride in layout if size > 1 and stride == 0]
+    for axis in repeated:
+        yield refuse(f"{axis} stride of {name}", 0, _NO_OVERLAP, _IN_FULL)
     if not repeated and overlaps_itself(tensor.shape, tensor.strides):
-        yield (
-            f"{name} has shape {tensor.shape} and strides {tensor.strides}: an output must not overlap itself; "
-            "allocate it in full"
-        )
+        yield refuse(f"{name}.strides", tensor.strides, f"{_NO_OVERLAP} with shape {shape}", _IN_FULL)
 
 
-def _option_objections(problem: Problem) -> Iterator[str]:
+def _options(problem: Problem) -> Iterator[Refusal]:
     scale, softcap = problem.scale, problem.softcap
     if scale is not None and not (scale == 0 or MIN_SCALE <= abs(scale) <= MAX_SCALE):  # NaN is in no range
-        yield f"scale = {shown(scale)}: {SCALE}"
-    elif softcap and not any(SOFTCAP.objections(problem)):
-        yield from _softcap_objections(problem)
-    yield from _split_objections(problem)
+        yield SCALE.refusal("scale", scale)
+    elif softcap and not any(SOFTCAP.refusals(problem)):
+        yield from _softcap(problem)
+    yield from _splits(problem)
 
 
-def _softcap_objections(problem: Problem) -> Iterator[str]:
+def _softcap(problem: Problem) -> Iterator[Refusal]:
     """Yields why the kernels cannot compute an allowed softcap in float32."""
-    softcap, scale, most = problem.softcap, abs(problem.scale_value), LARGEST_SOFTCAP.get(problem.dtype, MAX_RATIO)
+    softcap, scale, most = problem.softcap, problem.scale_value, LARGEST_SOFTCAP.get(problem.dtype, MAX_RATIO)
     if softcap > most:
-        yield (
-            f"softcap = {shown(softcap)}: must be at most {most:g} for {problem.dtype} operands, because the kernels "
-            "compute tanh in float32; lower it, or pass 0 for none"
+        rule = f"must be at most {most:g} for {problem.dtype} operands, because the kernels compute tanh in float32"
+        yield refuse("softcap", softcap, rule, "lower it, or pass 0 for none")
+    elif scale and not 1 / MAX_RATIO <= abs(scale) / softcap <= MAX_RATIO:
+        rule = (
+            f"scale / softcap, of scale {scale:g}, must be 0 or have a magnitude from 2**-126 to 2**126, because the "
+            "kernels compute in float32"
         )
-    elif scale and not 1 / MAX_RATIO <= scale / softcap <= MAX_RATIO:
-        yield (
-            f"softcap = {shown(softcap)} with scale {problem.scale_value:g}: scale / softcap must be 0 or have a "
-            "magnitude from 2**-126 to 2**126, because the kernels compute in float32; change one of them"
-        )
+        yield refuse("softcap", softcap, rule, "change one of them")
 
 
-def _split_objections(problem: Problem) -> Iterator[str]:
+def _splits(problem: Problem) -> Iterator[Refusal]:
     splits = problem.num_splits_key
     if splits is None:
         return
     if problem.direction == "forward":
-        yield f"num_splits_key = {shown(splits)}: must be None, because only the backward splits keys; leave it None"
+        yield refuse("num_splits_key", splits, "must be None, because only the backward splits keys", "leave it None")
     elif splits < 1:
-        yield f"num_splits_key = {shown(splits)}: {SPLITS}"
+        yield SPLITS.refusal("num_splits_key", splits)
     elif splits > 1 and problem.deterministic:
-        yield (
-            f"num_splits_key = {splits} with deterministic: must be 1, or None for one block a key tile: with "
-            "another number a block would wait for one that starts after it; change it"
+        rule = (
+            "must be 1 with deterministic, or None for one block a key tile: with another number a block would wait "
+            "for one that starts after it"
         )
+        yield refuse("num_splits_key", splits, rule, "change it")
 
 
-def logsumexp_objections(name: str, found: Tensor, shape: Shape) -> list[str]:
-    """Returns why logsumexp or its gradient does not have the shape, dtype and layout of the forward's result."""
+def logsumexp_refusals(name: str, given: Tensor, shape: Shape) -> Iterator[Refusal]:
+    """Yields why logsumexp or its gradient does not have the shape, dtype and layout of the forward's result."""
     expected = Tensor.contiguous(shape.logsumexp, "float32")
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        source = "as the forward returns it; pass that array" if name == "logsumexp" else "like logsumexp; pad it"
-        return [f"{name} has shape {found.shape} and dtype {found.dtype}: must be {expected.shape} float32, {source}"]
-    if 0 not in found.shape and (found.steps != expected.steps or found.alignment < F32_BYTES):
-        return [f"{name} is strided or misaligned: must be contiguous and 4-byte aligned; copy it"]
-    return []
+    if given.shape != expected.shape or given.dtype != expected.dtype:
+        remedy = "pass that array of the forward" if name == "logsumexp" else "pad it like logsumexp"
+        yield refuse(name, given, f"must be {expected.shape} float32", remedy)
+    elif 0 not in given.shape and given.steps != expected.steps:
+        yield refuse(f"{name}.strides", given.strides, "must be contiguous", "copy it")
+    elif 0 not in given.shape and given.alignment < F32_BYTES:
+        yield alignment_refusal(name, given.alignment, F32_BYTES)
 
 
-def _gradient_objections(problem: Problem) -> Iterator[str]:
+def _gradients(problem: Problem) -> Iterator[Refusal]:
     names = [f"grad_{name}" for name in (*OPERANDS, *registry.gradients())]
     if problem.direction == "forward":
         for name in ("grad_output", "grad_logsumexp", *names):
-            if getattr(problem, name) is not None:
-                yield f"{name} is given: the forward writes no gradients; leave it None"
+            if (given := getattr(problem, name)) is not None:
+                yield refuse(name, given, "must be None, because the forward writes no gradients", "leave it None")
         return
     if problem.grad_logsumexp is not None:
-        yield from logsumexp_objections("grad_logsumexp", problem.grad_logsumexp, problem.shape)
+        yield from logsumexp_refusals("grad_logsumexp", problem.grad_logsumexp, problem.shape)
         if problem.grad_sinks is not None and not problem.shape.num_keys:
-            yield (
-                "grad_logsumexp is given with sinks and no keys: must have a key, for nothing is launched without one; "
-                "the gradient of each sink is the sum of its head's grad_logsumexp"
-            )
+            rule = "must have a key with sinks, for nothing is launched without one"
+            remedy = "the gradient of each sink is the sum of its head's grad_logsumexp"
+            yield refuse("grad_logsumexp", problem.grad_logsumexp, rule, remedy)
     if not problem.gradients:
-        yield f"no gradient is asked for: must be at least one of {', '.join(names)}; pass a tensor for it"
+        yield refuse("gradients", (), f"must be at least one of {', '.join(names)}", "pass a tensor for it")
     for name in registry.gradients():
-        if getattr(problem, f"grad_{name}") is not None and getattr(problem, name) is None:
-            yield f"grad_{name} is given without {name}: must come together; pass {name} or leave grad_{name} None"
+        given = getattr(problem, f"grad_{name}")
+        if given is not None and getattr(problem, name) is None:
+            yield refuse(f"grad_{name}", given, f"must come with {name}", f"pass {name} or leave grad_{name} None")

@@ -16,6 +16,7 @@ import numpy as np
 
 from cutlass_py_attn.errors import AttentionError, DriverError, NoDevice, NotSupported
 from cutlass_py_attn.problem.tensors import OPERAND_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import cuda_interface, dlpack, driver, lifetimes
 from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, Framework, framework_of
 from cutlass_py_attn.runtime.frameworks import numpy_dtype as numpy_dtype
@@ -92,10 +93,9 @@ def _refuse_capture(library: str, stream: int) -> None:
             if library in _WAITING
             else "results of unknown libraries are allocated outside of the graph"
         )
-        raise NotSupported(
-            f"stream = {stream:#x} is being captured, or a capture forbids it: must not be for arrays of library "
-            f"{library!r}, whose {reason}; pass torch or CuPy arrays, or capture calls of a Bound"
-        )
+        rule = f"must not be captured, nor forbidden by a capture, for arrays of library {library!r}, whose {reason}"
+        remedy = "pass torch or CuPy arrays, or capture calls of a Bound"
+        raise NotSupported(Refusal("stream", f"{stream:#x}", rule, remedy))
 
 
 def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
@@ -106,7 +106,7 @@ def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
     NotSupported lists every reason: unreadable operands, a mix of host and device arrays, several devices.
     """
     arrays: dict[str, Array] = {}
-    reasons: list[str] = []
+    refusals: list[Refusal] = []
     producers: dict[tuple[Framework, int], int] = {}  # streams that `stream` already waits for
     for name, value in operands.items():
         framework = framework_of(value)
@@ -124,20 +124,18 @@ def read_operands(operands: Mapping[str, Any], stream: int) -> dict[str, Array]:
             read = _read_operand if framework is not CUPY else _read_interface
             arrays[name] = read(name, value, stream)
         except NotSupported as error:
-            reasons += error.reasons
+            refusals += error.refusals
         except AttentionError:
             raise
         except Exception as error:  # an interface without an entry, or with one of another type
-            reasons.append(
-                f"{name} is a {_type_name(value)}: must be an array that can be read ({type(error).__name__}: "
-                f"{error}); convert it to a CUDA or NumPy array"
-            )
+            rule = f"must be an array that can be read ({type(error).__name__}: {error})"
+            refusals.append(refuse(name, value, rule, "convert it to a CUDA or NumPy array"))
     if len({array.device for array in arrays.values()}) > 1:
         devices = {name: "host" if a.device is None else f"device {a.device}" for name, a in arrays.items()}
-        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        reasons.append(f"{listed}: must all be on one device, or all NumPy arrays; move them together")
-    if reasons:
-        raise NotSupported(reasons)
+        rule = "must all be on one device, or all NumPy arrays"
+        refusals.append(refuse("devices", devices, rule, "move them together"))
+    if refusals:
+        raise NotSupported(refusals)
     return arrays
 
 
@@ -152,10 +150,8 @@ def _order_after(producer: int, stream: int, ordinal: int) -> None:
 def _read_operand(name: str, value: Any, stream: int) -> Array:
     """Reads an operand by NumPy's attributes, DLPack or the CUDA array interface."""
     if isinstance(value, np.ma.MaskedArray):
-        raise NotSupported(
-            f"{name} is a {_type_name(value)}: its mask would be ignored; must be a plain NumPy array; fill the masked "
-            "elements with filled()"
-        )
+        rule = "must be a plain NumPy array, because its mask would be ignored"
+        raise NotSupported(refuse(name, value, rule, "fill the masked elements with filled()"))
     if isinstance(value, np.ndarray):
         dtype = value.dtype.name if value.dtype.isnative else value.dtype.str
         contiguous = Tensor.contiguous(value.shape, dtype)
@@ -164,14 +160,8 @@ def _read_operand(name: str, value: Any, stream: int) -> Array:
         return _read_dlpack(name, value, stream)
     if cuda_interface.is_offered(value):
         return _read_interface(name, value, stream)
-    raise NotSupported(
-        f"{name} is a {_type_name(value)}: must be a CUDA array with __dlpack__ or "
-        "__cuda_array_interface__, or a NumPy array; convert it"
-    )
-
-
-def _type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    rule = "must be a CUDA array with __dlpack__ or __cuda_array_interface__, or a NumPy array"
+    raise NotSupported(refuse(name, value, rule, "convert it"))
 
 
 def _library(value: object) -> str:
@@ -182,10 +172,8 @@ def _library(value: object) -> str:
 def _read_dlpack(name: str, value: Any, stream: int) -> Array:
     device_type, ordinal = _dlpack_device(name, value)
     if device_type not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
-        raise NotSupported(
-            f"{name} is a {_type_name(value)} in memory of DLPack device type {device_type}: must be in CUDA memory "
-            f"({dlpack.CUDA}) or a NumPy array; move it to the GPU"
-        )
+        rule = f"must be in memory of DLPack device type {dlpack.CUDA}, CUDA, or a NumPy array, and is in {device_type}"
+        raise NotSupported(refuse(name, value, rule, "move it to the GPU"))
     try:
         with driver.device(ordinal).current():
             capsule = value.__dlpack__(stream=stream or _LEGACY_STREAM)
@@ -215,10 +203,7 @@ def _dlpack_device(name: str, value: Any) -> tuple[int, int]:
 
 
 def _no_dlpack(name: str, value: Any, error: Exception) -> NotSupported:
-    return NotSupported(
-        f"{name} is a {_type_name(value)} that does not export itself by DLPack ({error}): must be readable; "
-        "pass a plain array of values"
-    )
+    return NotSupported(refuse(name, value, f"must export itself by DLPack ({error})", "pass a plain array of values"))
 
 
 def _read_interface(name: str, value: Any, stream: int) -> Array:
@@ -410,10 +395,8 @@ class OutputArrays:
         elif hasattr(packed, "__getitem__"):
             self._outputs |= {name: packed[:, :, i] for i, name in enumerate(names)}
         else:
-            raise NotSupported(
-                "packed: the operands' library is unknown, and its arrays may not support slices; pass NumPy, CuPy, "
-                "torch or JAX arrays, or leave packed False"
-            )
+            rule = "must be False for arrays of an unknown library, which may not support slices"
+            raise NotSupported(refuse("packed", True, rule, "pass NumPy, CuPy, torch or JAX arrays, or leave it False"))
         slice_bytes = math.prod(shape[3:]) * numpy_dtype(dtype).itemsize
         return {name: first + i * slice_bytes for i, name in enumerate(names)}
 

@@ -5,22 +5,29 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from cutlass_py_attn.artifact import Artifact, artifact_of
-from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
-from cutlass_py_attn.plan import abi, builder, launch_rules, planner, sm90
+from cutlass_py_attn.artifact import Artifact, first_available
+from cutlass_py_attn.errors import DriverError, NotSupported, Stale
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.arch import runs_on as _runs_on
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
+from cutlass_py_attn.plan import builder, launch_rules, planner
 from cutlass_py_attn.plan.abi_digest import abi_digest
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.arch import runs_on as _runs_on
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
-from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
+from cutlass_py_attn.plan.append import plan_append
+from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.refusals import Refusal, refuse, shown
 from cutlass_py_attn.runtime import driver, kernel_launch
 from cutlass_py_attn.runtime.params import KernelParams
 from cutlass_py_attn.runtime.plan_launchers import (
@@ -183,35 +190,37 @@ class Bound:
 
     def _check(self, pointers: Mapping[str, int], workspace: int | None) -> None:
         """Raises NotSupported with every wrong name and address."""
+        names = ", ".join(self.tensor_names)
         if not isinstance(pointers, Mapping):
-            names = ", ".join(self.tensor_names)
-            raise NotSupported(f"pointers = {shown(pointers)}: must be a dict of device addresses of {names}; pass one")
-        reasons = [
-            f"{name} is missing: pointers must name {', '.join(self.tensor_names)}; add its address"
-            for name in self.tensor_names
-            if name not in pointers
-        ]
-        reasons += [
-            f"{name} is unknown: pointers must name {', '.join(self.tensor_names)}; leave it out"
-            for name in pointers
-            if name not in self.tensor_names
-        ]
+            raise NotSupported(refuse("pointers", pointers, f"must be a dict of addresses of {names}", "pass one"))
         alignments = self._params.alignments
         addresses = {name: (address, alignments[name]) for name, address in pointers.items() if alignments.get(name)}
         if workspace is not None:
             addresses["workspace"] = workspace, ROW_ALIGNMENT_BYTES
-        reasons += [
-            f"{name} = {_shown_address(address)}: must be a device address, {alignment}-byte aligned; copy it"
-            for name, (address, alignment) in addresses.items()
-            if self.kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
+        refusals = [
+            *(
+                refuse(name, None, f"pointers must name {names}", "add its address")
+                for name in self.tensor_names
+                if name not in pointers
+            ),
+            *(
+                refuse(name, pointers[name], f"pointers must name {names} alone", "leave it out")
+                for name in pointers
+                if name not in self.tensor_names
+            ),
+            *(
+                Refusal(name, _shown_address(address), f"must be a device address, {alignment}-byte aligned", "copy it")
+                for name, (address, alignment) in addresses.items()
+                if self.kernels and not (0 < (number := _number(address)) < _ADDRESS_END and number % alignment == 0)
+            ),
+            *(
+                refuse(name, number, "must be an int from 0 to 2**64 - 1", "correct it")
+                for name, number in pointers.items()
+                if alignments.get(name) == 0 and not 0 <= _number(number) < _ADDRESS_END
+            ),
         ]
-        reasons += [
-            f"{name} = {shown(number)}: must be an int from 0 to 2**64 - 1; correct it"
-            for name, number in pointers.items()
-            if alignments.get(name) == 0 and not 0 <= _number(number) < _ADDRESS_END
-        ]
-        if reasons:
-            raise NotSupported(reasons)
+        if refusals:
+            raise NotSupported(refusals)
 
 
 def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device: int = 0) -> Bound:
@@ -244,48 +253,34 @@ def bind(artifact: Artifact, plan: Plan, problem: Problem | None = None, device:
 def _check_types(artifact: object, plan: object, problem: object) -> None:
     """Raises NotSupported with every argument of `bind` that has the wrong type, and every reason against `problem`."""
     reasons = [
-        f"{name} = {shown(given)}: must be {'an' if kind is Artifact else 'a'} {kind.__name__}; {remedy}"
+        refuse(name, given, f"must be {'an' if kind is Artifact else 'a'} {kind.__name__}", f"{remedy}")
         for name, given, kind, remedy in (
             ("artifact", artifact, Artifact, "pass what `compile` or a Folder returns for the plan's build"),
             ("plan", plan, Plan, "pass what `plan_forward` or `plan_backward` returns"),
         )
         if not isinstance(given, kind)
     ]
-    reasons += [] if problem is None else planner.problem_objections(problem)
+    reasons += [] if problem is None else planner.problem_refusals(problem)
     if reasons:
         raise NotSupported(reasons)
 
 
-def bind_first(plans: Sequence[Plan], problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
-    """Binds the first plan whose Artifact `kernels` returns; see `first_available`. Raises what `bind` raises too."""
-    plan, artifact = first_available(plans, kernels)
-    return bind(artifact, plan, problem, device)
-
-
-def first_available(plans: Sequence[Plan], kernels: Callable[[Build], Artifact]) -> tuple[Plan, Artifact]:
-    """Returns the first plan whose Artifact `kernels` returns, and the Artifact.
-
-    A plan is skipped if ptxas cannot compile its build without spills, or if a folder does not hold the build. If
-    all plans are skipped, the error of the first plan is raised.
-    """
-    first_error: CompileError | Stale | None = None
-    for plan in plans:
-        try:
-            return plan, artifact_of(plan.build, kernels)
-        except (CompileError, Stale) as error:
-            first_error = first_error or error
-    if first_error is None:
-        raise ValueError("plans is empty: at least one is needed")
-    raise first_error
-
-
-def bind_problem(problem: Problem, kernels: Callable[[Build], Artifact], device: int = 0) -> Bound:
+def bind_problem(
+    problem: Problem | AppendProblem | MergeProblem, kernels: Callable[[Build], Artifact], device: int = 0
+) -> Bound:
     """Plans the problem for GPU `device` and binds the best plan whose Artifact `kernels` returns.
 
-    NotSupported: there is no plan. The other errors are those of `bind_first`.
+    NotSupported: there is no plan. The other errors are those of `first_available` and `bind`.
     """
     gpu = driver.device(device)
-    return bind_first(planner.plans_on(problem, gpu.compute_capability, gpu.num_sms), problem, kernels, device)
+    if isinstance(problem, Problem):
+        plans = planner.plans_on(problem, gpu.compute_capability, gpu.num_sms)
+        plan, artifact = first_available(plans, kernels)
+        return bind(artifact, plan, problem, device)
+    arch = portable_arch(gpu.compute_capability)
+    plan = plan_append(problem, arch) if isinstance(problem, AppendProblem) else plan_merge(problem, arch)
+    _, artifact = first_available([plan], kernels)
+    return bind(artifact, plan, device=device)
 
 
 def _load_kernel(artifact: Artifact, launch: Launch, gpu: driver.Device) -> int:
@@ -383,7 +378,7 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
     if build.family == "sm90":
         yield from (
             f"problem has {name}: the plan's kernel does not support it; plan this problem"
-            for name in sm90.unsupported_features(problem)
+            for name in sm90_choice.unsupported_features(problem)
         )
     if starts_from_logsumexp(build) and problem.scale_value == 0:
         yield "problem.scale = 0: the plan's kernel divides by the scale; plan this problem"

@@ -11,8 +11,10 @@ import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.tensors import E4M3, E4M3_BYTES, Tensor
+from cutlass_py_attn.refusals import Refusal, refuse
 
 TYPESTRS: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<V2", "int32": "<i4", "int64": "<i8"}
+_INTERFACE: Final = "__cuda_array_interface__"
 _REQUIRED: Final = ("data", "shape", "typestr")
 _TYPESTR: Final = re.compile(r"[<>|=][a-zA-Z]([1-9]\d*)")
 
@@ -46,9 +48,8 @@ def is_read_only(value: Any) -> bool:
 def read(name: str, value: Any) -> Interface:
     """Reads the interface of operand `name`; NotSupported lists every reason."""
     entries = _entries(name, value)
-    reasons = [f"{name} {text}" for text in _objections(entries)]
-    if reasons:
-        raise NotSupported(reasons)
+    if refusals := [*_refusals(f"{name}.{_INTERFACE}", entries)]:
+        raise NotSupported(refusals)
     typestr, shape = entries["typestr"], tuple(map(operator.index, entries["shape"]))
     item_bytes, strides = _item_bytes(typestr), entries.get("strides")
     if strides is None:
@@ -69,57 +70,45 @@ def _entries(name: str, value: Any) -> Mapping[str, Any]:
     try:
         entries = value.__cuda_array_interface__
     except Exception as error:  # the library decides the type
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise NotSupported(
-            f"{name} is a {kind} that does not export itself by __cuda_array_interface__ ({error}): "
-            "must be readable; pass a plain array of values"
-        ) from error
+        rule = f"must export itself by {_INTERFACE} ({error})"
+        raise NotSupported(refuse(name, value, rule, "pass a plain array of values")) from error
     if not isinstance(entries, Mapping):
-        raise NotSupported(f"{name} has __cuda_array_interface__ = {_shown(entries)}: must be a dict; correct it")
+        raise NotSupported(refuse(f"{name}.{_INTERFACE}", entries, "must be a dict", "correct it"))
     return entries
 
 
-def _objections(entries: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the entries."""
+def _refusals(name: str, entries: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Yields what is wrong with the entries. name: what the interface is called."""
     missing = [entry for entry in _REQUIRED if entry not in entries]
     if missing:
-        yield (
-            f"has a __cuda_array_interface__ with no {', '.join(map(repr, missing))}: must have data, shape and "
-            "typestr; add them"
-        )
-    in_interface = "in __cuda_array_interface__"
+        rule = f"must have data, shape and typestr, and lacks {', '.join(missing)}"
+        yield refuse(name, [*entries], rule, "add them")
     if entries.get("mask") is not None:
-        yield (
-            f"has mask = {_shown(entries['mask'])} {in_interface}: must be None, because every element is read; "
-            "fill the masked elements"
-        )
+        rule = "must be None, because every element is read"
+        yield refuse(f"{name}['mask']", entries["mask"], rule, "fill the masked elements")
     data, shape, typestr = (entries.get(entry) for entry in _REQUIRED)
     if "data" in entries and not (isinstance(data, tuple) and len(data) == 2 and _is_integer(data[0])):
-        yield f"has data = {_shown(data)} {in_interface}: must be (address, read-only); correct it"
+        yield refuse(f"{name}['data']", data, "must be (address, read-only)", "correct it")
     is_shape = _are_integers(shape) and all(operator.index(size) >= 0 for size in shape or ())
     if "shape" in entries and not is_shape:
-        yield f"has shape = {_shown(shape)} {in_interface}: must be ints from 0 in a tuple; correct it"
+        yield refuse(f"{name}['shape']", shape, "must be ints from 0 in a tuple", "correct it")
     is_typestr = isinstance(typestr, str) and _TYPESTR.fullmatch(typestr)
     if "typestr" in entries and not is_typestr:
-        yield f"has typestr = {_shown(typestr)} {in_interface}: must be NumPy's, such as '<f2'; correct it"
+        yield refuse(f"{name}['typestr']", typestr, "must be NumPy's, such as '<f2'", "correct it")
     stream = entries.get("stream")
     if stream is not None and not (_is_integer(stream) and operator.index(stream)):
-        named = "stream 0" if _is_integer(stream) else f"stream = {_shown(stream)}"
-        yield f"has {named} {in_interface}: must be 1, 2, a handle or None; correct it"
+        yield refuse(f"{name}['stream']", stream, "must be 1, 2, a handle or None", "correct it")
     if is_shape and is_typestr:
-        yield from _stride_objections(entries.get("strides"), shape, _item_bytes(str(typestr)))
+        yield from _strides(f"{name}['strides']", entries.get("strides"), shape, _item_bytes(str(typestr)))
 
 
-def _stride_objections(strides: Any, shape: Any, item_bytes: int) -> Iterator[str]:
+def _strides(name: str, strides: Any, shape: Any, item_bytes: int) -> Iterator[Refusal]:
     if strides is None:
         return
     if not _are_integers(strides) or len(strides) != len(shape):
-        yield (
-            f"has strides = {_shown(strides)} in __cuda_array_interface__: must be None or {len(shape)} ints, one for "
-            "each axis; correct it"
-        )
+        yield refuse(name, strides, f"must be None or {len(shape)} ints, one for each axis", "correct it")
     elif any(size > 1 and stride % item_bytes for size, stride in zip(shape, strides, strict=True)):
-        yield (f"has strides {tuple(strides)} in bytes: must be multiples of its {item_bytes}-byte elements; copy it")
+        yield refuse(name, tuple(strides), f"must be multiples of its {item_bytes}-byte elements", "copy it")
 
 
 def _item_bytes(typestr: str) -> int:
@@ -150,7 +139,3 @@ def _is_integer(value: object) -> bool:
 
 def _are_integers(values: object) -> bool:
     return isinstance(values, (tuple, list)) and all(map(_is_integer, values))
-
-
-def _shown(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"

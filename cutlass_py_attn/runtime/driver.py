@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported
-from cutlass_py_attn.problem.scalars import digits, integer_of, shown
+from cutlass_py_attn.problem.scalars import digits, integer_of
+from cutlass_py_attn.refusals import refuse
 
 CAPTURE_ERRORS: Final = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to ..._WRONG_THREAD
 LOST_CONTEXT_ERRORS: Final = (4, 709)  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_CONTEXT_IS_DESTROYED
@@ -269,7 +270,7 @@ def checked_ordinal(device: object) -> int:
     """Returns a caller's device as an int; NotSupported if it is no ordinal."""
     ordinal = integer_of(device)
     if ordinal is None or ordinal < 0:
-        raise NotSupported(f"device = {shown(device)}: must be the ordinal of a GPU, an int of at least 0; pass it")
+        raise NotSupported(refuse("device", device, "must be the ordinal of a GPU, an int of at least 0", "pass it"))
     return ordinal
 
 
@@ -523,16 +524,14 @@ def stream_handle(stream: object) -> int:
         handle = 0 if stream is None else stream
         has_protocol = hasattr(handle, "__cuda_stream__")
     except Exception as error:  # an attribute that raises whatever it likes
-        raise NotSupported(f"stream = {shown(stream)}: {error}: must be a stream; pass one, or None") from error
+        raise NotSupported(refuse("stream", stream, f"must be a stream ({error})", "pass one, or None")) from error
     if has_protocol:
         protocol = handle.__cuda_stream__
         try:
             handle = (protocol() if callable(protocol) else protocol)[1]
         except Exception as error:  # a closed stream has no handle
-            kind = type(stream).__name__
-            raise NotSupported(
-                f"stream of type {kind}: {error}: must be an open stream; pass one, or None for the default"
-            ) from error
+            rule = f"must be an open stream ({error})"
+            raise NotSupported(refuse("stream", stream, rule, "pass one, or None for the default")) from error
     else:
         names = ("ptr", "cuda_stream", "handle")
         handle = next((getattr(handle, name) for name in names if hasattr(handle, name)), handle)
@@ -543,7 +542,8 @@ def stream_handle(stream: object) -> int:
     number = integer_of(handle)
     if number is not None and 0 <= number <= _LAST_HANDLE:
         return number
-    raise NotSupported(
-        f"stream = {shown(stream)}: must be None (the default stream), a CUstream handle as int, or an object "
-        "with __cuda_stream__, ptr, cuda_stream or handle; pass one of them"
+    rule = (
+        "must be None (the default stream), a CUstream handle as int, or an object with __cuda_stream__, ptr, "
+        "cuda_stream or handle"
     )
+    raise NotSupported(refuse("stream", stream, rule, "pass one of them"))

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Final
 
+from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES, Tensor
 from cutlass_py_attn.runtime import driver
@@ -14,12 +16,23 @@ _INFINITY: Final = 0x7F800000  # float32 bits
 _MINUS_INFINITY: Final = 0xFF800000
 
 
-def fill(problem: Problem, pointers: Mapping[str, int], stream: int) -> None:
+def is_needed(problem: Problem | AppendProblem | MergeProblem) -> bool:
+    """Returns whether results of the problem have values that no kernel writes."""
+    if isinstance(problem, Problem):
+        return problem.is_empty or problem.has_ragged_rows
+    return isinstance(problem, MergeProblem) and problem.is_packed
+
+
+def fill(problem: Problem | AppendProblem | MergeProblem, pointers: Mapping[str, int], stream: int) -> None:
     """Sets every result to its value for a row without keys, in stream order. Kernels overwrite the other rows.
 
     Output and gradients become 0. In a dense problem, logsumexp becomes -inf with +inf padding. With variable
     lengths, all of logsumexp becomes +inf, because the padding of each sequence starts at its own length.
     """
+    if not isinstance(problem, Problem):
+        if isinstance(problem, MergeProblem):
+            clear(problem.output, pointers["output"], stream)
+        return
     results = ("output",) if problem.direction == "forward" else tuple(f"grad_{name}" for name in problem.gradients)
     for name, tensor in (problem.tensors() | problem.vectors()).items():
         if name in results:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from cutlass_py_attn.problem.overlap import Region, overlap, overlaps_itself
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import cuda_interface
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.runtime.frameworks import FRAMEWORKS, numpy_dtype
 
 
-def reasons(arrays: Mapping[str, Array], outputs: Collection[str], remedy: str = "") -> list[str]:
+def refusals(arrays: Mapping[str, Array], outputs: Collection[str], remedy: str = "") -> list[Refusal]:
     """Returns why arrays cannot take the results.
 
     arrays: every array of the call by name. outputs: names of those that take results. remedy: what to do about an
@@ -23,7 +24,7 @@ def reasons(arrays: Mapping[str, Array], outputs: Collection[str], remedy: str =
     if not outputs:
         return []
     read_only = [
-        f"{name} is a read-only array: must be a writable one; {remedy or 'leave it out'}"
+        refuse(name, arrays[name], "must be writable, and is read-only", remedy or "leave it out")
         for name in outputs
         if _is_read_only(arrays[name])
     ]
@@ -36,29 +37,27 @@ def _is_read_only(array: Array) -> bool:
     return array.library == "jax" or (array.library not in FRAMEWORKS and cuda_interface.is_read_only(array.source))
 
 
-def _overlaps(arrays: Mapping[str, Array], outputs: Collection[str], remedy: str) -> Iterator[str]:
+def _overlaps(arrays: Mapping[str, Array], outputs: Collection[str], remedy: str) -> Iterator[Refusal]:
     """Yields results that overlap themselves, an operand or one another."""
     regions = {name: region for name, array in arrays.items() if (region := _region(array)) is not None}
     written = [name for name in outputs if name in regions]
     for number, name in enumerate(written):
         region = regions[name]
-        # Problem.reasons knows the strides of device arrays only.
+        # Problem.refusals knows the strides of device arrays only.
         if arrays[name].device is None and overlaps_itself(region.shape, region.strides, region.item_bytes):
-            yield (
-                f"{name} has shape {region.shape} and strides {region.strides} in bytes: an output must not overlap "
-                "itself; allocate it in full"
-            )
+            rule = f"an output must not overlap itself, and has strides {region.strides} in bytes"
+            yield refuse(name, arrays[name], rule, "allocate it in full")
         for operand in (each for each in regions if each not in outputs):
             if overlap(region, regions[operand]):
-                yield (
-                    f"{name} shares memory with {operand}: must have memory of its own, because some thread blocks "
-                    f"read {operand} after others have written {name}; {remedy or 'pass another array or leave it out'}"
+                rule = (
+                    f"must have memory of its own, and shares it with {operand}: some thread blocks read {operand} "
+                    f"after others have written {name}"
                 )
+                yield refuse(name, arrays[name], rule, remedy or "pass another array or leave it out")
         for other in written[number + 1 :]:
             if overlap(region, regions[other]):
-                yield (
-                    f"{name} shares memory with {other}: each result must have memory of its own; pass separate arrays"
-                )
+                rule = f"each result must have memory of its own, and this shares it with {other}"
+                yield refuse(name, arrays[name], rule, "pass separate arrays")
 
 
 def _region(array: Array) -> Region | None:

@@ -12,11 +12,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import Plan, TensorMap
-from cutlass_py_attn.problem import quantization
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, CACHED, F32_BYTES, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import tensor_maps
 from cutlass_py_attn.score_terms import registry
 
@@ -182,11 +181,8 @@ def _aligned_memory(size: int) -> tuple[memoryview, int]:
 
 def alignments(problem: Problem) -> dict[str, int]:
     """Returns the alignment (bytes) of each operand's address; 0 for a value that is not an address or never read."""
-    required = {name: tensor.alignment for name, tensor in problem.tensors().items()}
-    required["logsumexp"] = F32_BYTES
-    required |= {name: tensor.alignment for name, tensor in problem.vectors().items()}
-    table = {} if problem.pages is None else {"page_table": problem.pages.page_table}
-    required |= {name: 0 for name, tensor in (problem.tensors() | table).items() if 0 in tensor.shape}
+    arrays = {name: operand.tensor for name, operand in problem.operands().items()}
+    required = {name: 0 if 0 in tensor.shape else tensor.alignment for name, tensor in arrays.items()}
     for term in registry.present(problem):
         required |= dict.fromkeys(term.immediate_numbers(problem), 0)
     return required
@@ -194,20 +190,9 @@ def alignments(problem: Problem) -> dict[str, int]:
 
 def numbers(problem: Problem) -> dict[str, float]:
     """Returns strides (elements) and scale factors by the name of their struct field."""
-    strides: dict[str, float] = {}
-    for name, tensor in problem.tensors().items():
-        axes = ("batch", "head", "row", "column") if name in BIASES else ("batch", "row", "head")
-        steps = tensor.steps if name in BIASES else tensor.strides
-        if problem.pages is not None and name in CACHED:
-            axes = ("page", "row", "head")
-        strides |= {f"{name}_{axis}": step for axis, step in zip(axes, steps, strict=False)}
-    if problem.pages is not None:
-        strides["page_table_row"] = problem.pages.table_row
-    strides |= quantization.strides(problem)
-    if problem.grad_output is not None:
-        strides["grad_output_column"] = problem.grad_output.steps[3]
+    strides = {field: step for operand in problem.operands().values() for field, step in operand.strides.items()}
     scale = problem.scale_value
-    found = strides | {"scale": scale, "scale_log2": scale * LOG2_E}
+    found = {**strides, "scale": scale, "scale_log2": scale * LOG2_E}
     for term in registry.in_struct(problem.features):
         found |= term.numbers(problem)
     return found

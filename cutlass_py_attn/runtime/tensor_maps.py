@@ -11,7 +11,7 @@ import functools
 from typing import Any, Final
 
 from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import TensorMap
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES
 from cutlass_py_attn.runtime import driver

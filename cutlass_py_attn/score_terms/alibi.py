@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm, StructFields, VectorOperand
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
 
 Array = npt.NDArray[Any]
 
@@ -28,12 +28,6 @@ class Alibi(ScoreTerm):
         "alibi_slopes", (("num_heads",), ("batch", "num_heads")), "slope of each head's linear bias", "alibi_batch"
     )
     struct = StructFields(addresses=("alibi_slopes", "alibi_batch"))
-    kernels = frozenset(KERNELS) - {
-        "sm90 backward ds_registers",
-        "sm90 backward key_registers",
-        "sm90 backward 2cta",
-        "decode",
-    }
     needs_registers_sm90 = True
     meanings = (("alibi_batch", "elements from one batch of alibi_slopes to the next; 0 where they are the same"),)
 

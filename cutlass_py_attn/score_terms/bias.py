@@ -3,7 +3,7 @@
 An axis of size 1 or of stride 0 broadcasts. The derivative by the score is 1, so the gradient of the bias is dS, summed
 over the axes along which grad_bias has size 1. Without a sum, main kernels store the dS that they multiply: the sm90
 backward through TMA (kernels/sm90/grad_bias_store.py), for sequences of one length and rows aligned to 16 bytes. Other
-problems with that gradient run in the sm80 kernels, where kernels/sm80/grad_bias.py sums it if the main kernel cannot.
+problems with that gradient run in the sm80 kernels, where kernels/backward_parts sums it if the main kernel cannot.
 
 The kernels load a bias tile ahead of its scores: the sm80 kernels and the sm90 backward by cp.async into shared memory
 (kernels/sm90/transposed_bias.py), the sm90 forward into registers (kernels/sm90/score_mod_registers.py).
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from cutlass_py_attn.score_terms.term import SM80_KERNELS, ScoreTerm, StructFields
+from cutlass_py_attn.refusals import Refusal, refuse
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -36,31 +37,19 @@ class Bias(ScoreTerm):
     field = "bias"
     gradient = "bias"
     struct = StructFields(addresses=("bias", *(f"bias_{axis}" for axis in AXES)))
-    kernels = SM80_KERNELS | {
-        "sm90 forward",
-        "sm90 forward split_kv",
-        "sm90 wide forward",
-        "sm90 backward",
-        "sm90 backward ds_registers",
-        "sm90 backward score_rows",
-    }
     tile_tables = ("bias", "score_mod")  # a bias tile takes shared memory
     needs_registers_sm90 = True
 
-    def objections(self, problem: Problem) -> Iterator[str]:
+    def refusals(self, problem: Problem) -> Iterator[Refusal]:
         if problem.bias is None:
             return
         whole = problem.shape.bias
         if not _broadcasts(problem.bias, whole):
-            yield (
-                f"bias has shape {problem.bias.shape}: each axis must be 1 or that of [batch, heads, queries, keys] = "
-                f"{whole}; reshape or expand it"
-            )
+            rule = f"each axis must be 1 or that of [batch, heads, queries, keys] = {whole}"
+            yield refuse("bias.shape", problem.bias.shape, rule, "reshape or expand it")
         elif problem.grad_bias is not None and not _broadcasts(problem.grad_bias, whole):
-            yield (
-                f"grad_bias has shape {problem.grad_bias.shape}: each axis must be 1 (summed over) or that of {whole}; "
-                "allocate it like the bias"
-            )
+            rule = f"each axis must be 1 (summed over) or that of {whole}"
+            yield refuse("grad_bias.shape", problem.grad_bias.shape, rule, "allocate it like the bias")
 
     def example(self, shape: Shape) -> dict[str, Any]:
         return {"bias": shape.bias}

@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import choose, round_up
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms.philox import BLOCK_WORDS, WORD_MASK, blocks_of, uniforms
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm, StructFields
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -74,17 +75,6 @@ class DropoutTerm(ScoreTerm):
         sizes=("dropout_threshold",),
         factors=("keep_scale",),
     )
-    kernels = frozenset(KERNELS) - {
-        "sm90 forward split_kv",
-        "sm90 wide forward",
-        "sm90 backward ds_registers",
-        "sm90 backward key_registers",
-        "sm90 backward score_rows",
-        "sm90 backward 2cta",
-        "sm90 backward wide",
-        "decode",
-        "decode persistent",
-    }
     needs_registers_sm90 = True
     modifies_scores = False
     meanings = (
@@ -97,10 +87,10 @@ class DropoutTerm(ScoreTerm):
     def is_present(self, problem: Problem) -> bool:
         return problem.dropout_p != 0
 
-    def objections(self, problem: Problem) -> Iterator[str]:
+    def refusals(self, problem: Problem) -> Iterator[Refusal]:
         p = problem.dropout_p
         if not (isinstance(p, Real) and 0 <= float(p) <= 1):
-            yield f"dropout_p = {p}: must be a probability from 0 to 1; correct it"
+            yield refuse("dropout_p", p, "must be a probability from 0 to 1", "correct it")
 
     def device_scalars(self, problem: Problem) -> tuple[str, ...]:
         return PHILOX if problem.philox_on_device else ()

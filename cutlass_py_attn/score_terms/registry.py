@@ -10,17 +10,18 @@ import hashlib
 import inspect
 import marshal
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms.alibi import Alibi
 from cutlass_py_attn.score_terms.bias import Bias
 from cutlass_py_attn.score_terms.dropout import DROPOUT
 from cutlass_py_attn.score_terms.sinks import SINKS
 from cutlass_py_attn.score_terms.softcap import SOFTCAP
-from cutlass_py_attn.score_terms.term import SM80_KERNELS, TILE_TABLES, ScoreTerm
+from cutlass_py_attn.score_terms.term import TILE_TABLES, ScoreTerm
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -74,6 +75,14 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_registered))
 
 
+def unknown(given: Iterable[object]) -> Iterator[Refusal]:
+    """Yields the names of terms that are not registered."""
+    for name in given:
+        if name not in _registered:
+            rule = f"must be registered terms, {', '.join(registered()) or 'of which there is none'}"
+            yield refuse("score_terms", name, rule, "call score_terms.register first")
+
+
 def names() -> tuple[str, ...]:
     """Returns the names of all terms."""
     return tuple(term.name for term in terms())
@@ -106,11 +115,6 @@ def registered_among(features: Collection[str]) -> tuple[ScoreTerm, ...]:
             "launched; call score_terms.register first"
         )
     return tuple(_registered[name] for name in registered() if name in features)
-
-
-def supported(kernels: str) -> tuple[str, ...]:
-    """Returns the names of the terms that these kernels, one of KERNELS, implement."""
-    return tuple(term.name for term in terms() if kernels in term.kernels)
 
 
 def tile_table(features: Collection[str], tables: Collection[str]) -> str:
@@ -184,8 +188,10 @@ def _refusals(term: ScoreTerm) -> list[str]:
         found.append(f"{what}: field and gradient must be empty; only built-in terms have fields of Problem")
     if term.scales_products or term.has_derivative or not term.modifies_scores:
         found.append(f"{what}: must add to the scores; only a built-in term scales products, weights or the softmax")
-    if term.kernels != SM80_KERNELS:
-        found.append(f"{what}: kernels = {sorted(term.kernels)}: must be {sorted(SM80_KERNELS)}; leave it unset")
+    if hasattr(term, "kernels"):
+        found.append(
+            f"{what}: kernels = {term.kernels!r}: no kernel reads it, terms run in the sm80 kernels; delete it"
+        )
     if unknown := sorted(set(term.tile_tables) - set(TILE_TABLES)):
         found.append(f"{what}: tile_tables has {', '.join(unknown)}; must be some of {', '.join(TILE_TABLES)}")
     return found

@@ -3,7 +3,7 @@
     logsumexp_i = log(exp(sink) + sum_j exp(S_ij)),   dsink = -sum_i exp(sink - logsumexp_i) delta_i
 
 A sink changes no score: the forward adds it to the sum of each row when all keys are seen, and
-kernels/sm80/grad_sinks.py computes its gradient from the row statistics of the backward.
+kernels/backward_parts/grad_sinks.py computes its gradient from the row statistics of the backward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm, StructFields, VectorOperand
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields, VectorOperand
 
 LOG2_E = math.log2(math.e)
 
@@ -26,7 +26,6 @@ class Sinks(ScoreTerm):
     gradient = "sinks"
     vector = VectorOperand("sinks", (("num_heads",),), "logit of each head that joins the softmax's denominator")
     struct = StructFields(addresses=("sinks",))
-    kernels = frozenset(KERNELS) - {"sm90 backward 2cta", "decode"}
     tile_tables = ()
     modifies_scores = False
 

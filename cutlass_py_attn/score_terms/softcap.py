@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm, StructFields
+from cutlass_py_attn.refusals import Refusal, refuse
+from cutlass_py_attn.score_terms.term import ScoreTerm, StructFields
 
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
@@ -33,12 +34,6 @@ class Softcap(ScoreTerm):
     name = "softcap"
     field = "softcap"
     struct = StructFields(factors=("softcap",))
-    kernels = frozenset(KERNELS) - {
-        "sm90 backward ds_registers",
-        "sm90 backward key_registers",
-        "sm90 backward 2cta",
-        "decode",
-    }
     tile_tables = ("softcap", "score_mod")  # its derivative stays in registers from S to dS
     scales_products = True
     has_derivative = True
@@ -47,11 +42,11 @@ class Softcap(ScoreTerm):
     def is_present(self, problem: Problem) -> bool:
         return problem.softcap != 0
 
-    def objections(self, problem: Problem) -> Iterator[str]:
+    def refusals(self, problem: Problem) -> Iterator[Refusal]:
         softcap = problem.softcap
         is_allowed = isinstance(softcap, Real) and (softcap == 0 or MIN_SOFTCAP <= float(softcap) <= MAX_SOFTCAP)
         if not is_allowed:
-            yield f"softcap = {softcap}: must be a number above 0 that float32 holds, or 0 to switch it off; correct it"
+            yield refuse("softcap", softcap, "must be a number above 0 that float32 holds, or 0 for none", "correct it")
 
     def numbers(self, problem: Problem) -> dict[str, float]:
         return {"softcap": problem.softcap}

@@ -13,33 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from cutlass_py_attn.refusals import Refusal, alignment_refusal, refuse
+
 if TYPE_CHECKING:
     from cutlass_py_attn.problem.problem import Problem
     from cutlass_py_attn.problem.tensors import Shape, Tensor
 
 Array = npt.NDArray[Any]
 
-# Kernels by what they can do with score terms. "forward split_kv": the sm90 forward whose blocks share the keys of each
-# query tile; "wide forward", "backward wide": the sm90 kernels of head dims beyond 256; "backward ds_registers",
-# "backward key_registers": the sm90 backwards with dS in registers, and with the key tile besides; "backward
-# score_rows": the one that computes the scores of a query tile in parts; "backward 2cta": the one of two CTAs per key
-# tile.
-KERNELS = (
-    "sm80 forward",
-    "sm80 backward",
-    "sm90 forward",
-    "sm90 forward split_kv",
-    "sm90 wide forward",
-    "sm90 backward",
-    "sm90 backward ds_registers",
-    "sm90 backward key_registers",
-    "sm90 backward score_rows",
-    "sm90 backward 2cta",
-    "sm90 backward wide",
-    "decode",
-    "decode persistent",
-)
-SM80_KERNELS = frozenset(KERNELS[:2])
 # The tile tables that terms may ask for, the table that wins first. "score_mod": tiles that leave registers for terms.
 TILE_TABLES = ("softcap", "bias", "score_mod")
 
@@ -88,16 +69,16 @@ class VectorOperand:
         """Returns the names of the axes of an array of this rank."""
         return next(axes for axes in self.axes if len(axes) == rank)
 
-    def objections(self, name: str, tensor: Tensor, shape: Shape) -> Iterator[str]:
+    def refusals(self, name: str, tensor: Tensor, shape: Shape) -> Iterator[Refusal]:
         """Yields what is wrong with the operand, or with its gradient under that name."""
         allowed = self.shapes(shape)
         if tensor.shape not in allowed or tensor.dtype != "float32":
             shapes = " or ".join(str(list(sizes)) for sizes in allowed)
-            yield f"{name} has shape {tensor.shape} and dtype {tensor.dtype}: must be float32 {shapes}; convert it"
+            yield refuse(name, tensor, f"must be float32 {shapes}", "convert it")
         elif not tensor.is_contiguous:
-            yield f"{name} has strides {tensor.strides}: must be contiguous; copy it"
+            yield refuse(f"{name}.strides", tensor.strides, "must be contiguous", "copy it")
         elif tensor.alignment < np.dtype(np.float32).itemsize:
-            yield f"{name} starts at an address that is only {tensor.alignment}-byte aligned: must be 4; copy it"
+            yield alignment_refusal(name, tensor.alignment, np.dtype(np.float32).itemsize)
 
 
 class ScoreTerm:
@@ -110,7 +91,6 @@ class ScoreTerm:
     vector: its float32 array; None when the term has none
     gradient: operand that the backward writes a gradient of, as "bias" of grad_bias; "" for none
     struct: its fields in the kernels' parameter struct
-    kernels: kernels that implement the term, out of KERNELS
     tile_tables: the tile tables that leave it registers or shared memory, out of TILE_TABLES; () for any tile
     needs_registers_sm90: whether three consumer warpgroups of the sm90 forward lack registers for a wide tile with it
     modifies_scores: whether `modify_scores` changes a tile of scores between S = Q K^T and the mask
@@ -124,7 +104,6 @@ class ScoreTerm:
     vector: ClassVar[VectorOperand | None] = None
     gradient: ClassVar[str] = ""
     struct: ClassVar[StructFields] = StructFields()
-    kernels: ClassVar[frozenset[str]] = SM80_KERNELS
     tile_tables: ClassVar[tuple[str, ...]] = ("score_mod",)
     needs_registers_sm90: ClassVar[bool] = False
     modifies_scores: ClassVar[bool] = True
@@ -156,11 +135,11 @@ class ScoreTerm:
         """Returns the names of the int64 scalars that kernels read from device memory."""
         return ()
 
-    def objections(self, problem: Problem) -> Iterator[str]:
+    def refusals(self, problem: Problem) -> Iterator[Refusal]:
         """Yields every reason to refuse the term: what was given, what is allowed, what to do."""
         if self.vector is not None:
             for name, tensor in self.vectors(problem).items():
-                yield from self.vector.objections(name, tensor, problem.shape)
+                yield from self.vector.refusals(name, tensor, problem.shape)
 
     # Planner and launch
 

@@ -20,9 +20,9 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem import spec as specs
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plans_on
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.runtime import driver

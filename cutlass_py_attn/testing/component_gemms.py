@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.planning import FAMILIES, HEAD_DIMS, plan_component_gemm
+from cutlass_py_attn.plan.component_gemms import FAMILIES, HEAD_DIMS, plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.reference.numpy_reference import DTYPES
 

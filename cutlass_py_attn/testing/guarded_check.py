@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.grad_bias_mode import grad_bias_mode
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.quantization import output_dtype
 from cutlass_py_attn.problem.spec import GRADIENTS
 from cutlass_py_attn.problem.tensors import FLOAT8

@@ -17,9 +17,10 @@ import numpy as np
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import DriverError, NotSupported
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.problem.scalars import SCALARS, Scalar, flag_of, integer_of, number_of
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.problem.scalars import FLAG, SCALARS, Scalar, integer_of, number_of
 from cutlass_py_attn.problem.tensors import BMHK
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import driver, lifetimes
 from cutlass_py_attn.runtime.frameworks import CUPY, FRAMEWORKS, TORCH
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -51,7 +52,7 @@ class Call(ABC):
         """Returns the allowed ranks (numbers of axes) of each array argument by name."""
 
     @abstractmethod
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Returns why the other arguments are refused. Called only if every array has an allowed rank."""
 
 
@@ -79,14 +80,14 @@ def adapter(schema: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, 
         def mirrored(*arguments: P.args, **keywords: P.kwargs) -> R:
             call = schema(*arguments, **keywords)
             call, wrong_scalars = _with_python_numbers(call)
-            reasons = [*wrong_scalars, *(operand_reasons(call) or call.reasons())]
-            if reasons:
-                raise NotSupported(reasons)
+            refusals = [*wrong_scalars, *(operand_refusals(call) or call.refusals())]
+            if refusals:
+                raise NotSupported(refusals)
             try:
                 with use_stream(call):
                     return body(call)
             except NotSupported as error:
-                raise NotSupported(_renamed(reason, call) for reason in error.reasons) from error
+                raise NotSupported(_renamed(refusal, call) for refusal in error.refusals) from error
 
         functools.update_wrapper(mirrored, body, ("__module__", "__name__", "__qualname__", "__doc__"), ())
         mirrored.__signature__ = inspect.signature(schema)  # type: ignore[attr-defined]
@@ -95,41 +96,42 @@ def adapter(schema: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, 
     return decorate
 
 
-_FLAG: Final = Scalar(flag_of, "must be True or False; pass one of them", False)
-_WINDOW: Final = Scalar(integer_of, "must be an int, or None for no limit; correct it", None)
+CUSTOM_MASK_TYPE: Final = Scalar(integer_of, "must be 0 (none), 1 (top left) or 2 (bottom right)", "choose one", 0)
+_WINDOW: Final = Scalar(integer_of, "must be an int, or None for no limit", "correct it", None)
 # The arguments that are no arrays, without those that `attention_forward` and `attention_backward` check.
 _SCALARS: Final[dict[str, Scalar]] = {
-    **dict.fromkeys(("is_causal", "compute_log_sumexp", "bias_requires_grad", "return_debug_mask"), _FLAG),
-    **dict.fromkeys(("shared_storage_dqdkdv", "deterministic"), _FLAG),
+    **dict.fromkeys(("is_causal", "compute_log_sumexp", "bias_requires_grad", "return_debug_mask"), FLAG),
+    **dict.fromkeys(("shared_storage_dqdkdv", "deterministic"), FLAG),
     **dict.fromkeys(("window_size", "window_size_left", "window_size_right"), _WINDOW),
-    "custom_mask_type": Scalar(integer_of, "must be 0 (none), 1 (top left) or 2 (bottom right); choose one", 0),
+    "custom_mask_type": CUSTOM_MASK_TYPE,
     "num_splits_key": SCALARS["num_splits_key"],
 }
 
 
-def _with_python_numbers(call: C) -> tuple[C, list[str]]:
+def _with_python_numbers(call: C) -> tuple[C, list[Refusal]]:
     """Returns the call with Python numbers, and why arguments that are no arrays are refused.
 
     An argument of the wrong type is replaced by its default, so that the others can be checked.
     """
     changes: dict[str, Any] = {}
-    reasons: list[str] = []
+    refusals: list[Refusal] = []
     for field in dataclasses.fields(call):
         if scalar := _SCALARS.get(field.name):
             given = getattr(call, field.name)
-            found = scalar.objections(field.name, given)
+            found = scalar.refusals(field.name, given)
             changes[field.name] = scalar.default if found else scalar.normalised(given)
-            reasons += found
-    return dataclasses.replace(call, **changes), reasons
+            refusals += found
+    return dataclasses.replace(call, **changes), refusals
 
 
-def _renamed(reason: str, call: Call) -> str:
-    """Returns the reason with the operator's argument names, and with the order of axes if the caller uses another."""
-    is_transposed = call.heads_first and reason.split()[0] in BMHK and " shape " in reason
+def _renamed(refusal: Refusal, call: Call) -> Refusal:
+    """Returns the refusal with the operator's argument names, and with the order of axes if the caller uses another."""
+    is_transposed = call.heads_first and refusal.name in BMHK and refusal.field.endswith(".shape")
     if call.names:
-        pattern = rf"\b({'|'.join(map(re.escape, call.names))})\b"
-        reason = re.sub(pattern, lambda match: call.names[match[1]], reason)
-    return f"{reason} (shapes are (batch, seqlen, heads, head_dim))" if is_transposed else reason
+        pattern = re.compile(rf"\b({'|'.join(map(re.escape, call.names))})\b")
+        refusal = refusal.renamed(lambda text: pattern.sub(lambda match: call.names[match[1]], text))
+    remedy = f"{refusal.remedy} (shapes are (batch, seqlen, heads, head_dim))" if is_transposed else refusal.remedy
+    return dataclasses.replace(refusal, remedy=remedy)
 
 
 def namespace(array: object) -> Any:
@@ -195,28 +197,28 @@ def _is_cuda_array(value: Any) -> bool:
     return hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] in _CUDA_DEVICE_TYPES
 
 
-def operand_reasons(call: Call) -> list[str]:
+def operand_refusals(call: Call) -> list[Refusal]:
     """Returns why array arguments are refused: no array, several libraries or devices, or a rank not allowed."""
-    reasons: list[str] = []
+    refusals: list[Refusal] = []
     given = {name: (getattr(call, name), ranks) for name, ranks in call.ranks().items()}
     query = given["query"][0]
     for name, (array, ranks) in given.items():
         if array is None and name in _OPTIONAL:
             continue
         if namespace(array) is None:
-            kind = f"{type(array).__module__}.{type(array).__qualname__}"
-            reasons.append(f"{name} is a {kind}: must be a NumPy, CuPy, torch or JAX array; convert it")
+            refusals.append(refuse(name, array, "must be a NumPy, CuPy, torch or JAX array", "convert it"))
         elif namespace(query) is None:
             continue  # reported for query; nothing can be compared with it
         elif namespace(query) is not namespace(array):
-            libraries = namespace(array).__name__, namespace(query).__name__
-            reasons.append(f"{name} is of {libraries[0]} and query of {libraries[1]}: must be of one; convert it")
+            rule = f"must be of {namespace(query).__name__} as query"
+            refusals.append(refuse(name, array, rule, "convert it"))
         elif array.ndim not in ranks:
-            allowed = " or ".join(map(str, ranks))
-            reasons.append(f"{name} has shape {tuple(array.shape)}: must have {allowed} axes; reshape it")
+            rule = f"must have {' or '.join(map(str, ranks))} axes"
+            refusals.append(refuse(f"{name}.shape", tuple(array.shape), rule, "reshape it"))
         elif str(getattr(array, "device", "")) != str(getattr(query, "device", "")):
-            reasons.append(f"{name} is on {array.device} and query on {query.device}: must be on one; move it")
-    return reasons
+            rule = f"must be on {query.device} as query, and is on {array.device}"
+            refusals.append(refuse(name, array, rule, "move it"))
+    return refusals
 
 
 def options_of(call: Any) -> dict[str, Any]:

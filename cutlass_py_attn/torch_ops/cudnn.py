@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Final
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.torch_ops.adapter import Call, ForwardCall, adapter, options_of
-from cutlass_py_attn.torch_ops.flash import debug_mask_reasons
+from cutlass_py_attn.torch_ops.flash import debug_mask_refusals
 from cutlass_py_attn.torch_ops.layouts import (
     pack_logsumexp,
     pad_logsumexp,
@@ -20,8 +21,8 @@ from cutlass_py_attn.torch_ops.layouts import (
 )
 from cutlass_py_attn.torch_ops.sequences import (
     is_packed,
-    logsumexp_reasons,
-    packing_reasons,
+    logsumexp_refusals,
+    packing_refusals,
     ranks_of,
     sequences_of,
 )
@@ -61,9 +62,9 @@ class CudnnForward(ForwardCall):
         """(B, H, M, K) tensors, or packed (tokens, H, K) tensors; the bias."""
         return _ranks(self, *OPERANDS)
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Concern the sequences and return_debug_mask."""
-        return [*packing_reasons(self), *debug_mask_reasons(self.return_debug_mask)]
+        return [*packing_refusals(self), *debug_mask_refusals(self.return_debug_mask)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,10 +98,10 @@ class CudnnBackward(Call):
         rank = 2 if is_packed(self) else 3
         return {**_ranks(self, "grad_out", *OPERANDS, "out"), "logsumexp": (rank, rank + 1)}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Concern the sequences and logsumexp."""
         *rows, _ = map(int, self.query.shape)
-        return [*packing_reasons(self), *logsumexp_reasons(self.logsumexp, (*rows, 1)[: self.logsumexp.ndim])]
+        return [*packing_refusals(self), *logsumexp_refusals(self.logsumexp, (*rows, 1)[: self.logsumexp.ndim])]
 
 
 @adapter(CudnnForward)

@@ -9,9 +9,10 @@ from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.tensors import OPERANDS
-from cutlass_py_attn.torch_ops.adapter import Call, ForwardCall, adapter, options_of
+from cutlass_py_attn.refusals import Refusal, refuse
+from cutlass_py_attn.torch_ops.adapter import CUSTOM_MASK_TYPE, Call, ForwardCall, adapter, options_of
 from cutlass_py_attn.torch_ops.layouts import with_contiguous_rows
-from cutlass_py_attn.torch_ops.sequences import sequence_reasons
+from cutlass_py_attn.torch_ops.sequences import sequence_refusals
 
 _OPERAND_RANKS: Final = dict.fromkeys((*OPERANDS, "bias"), (4,))
 _SEQUENCE_RANKS: Final = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqlen_k"), (1,))
@@ -43,9 +44,9 @@ class EfficientForward(ForwardCall):
         """(B, M, H, K) tensors and vectors."""
         return {**_OPERAND_RANKS, **_SEQUENCE_RANKS}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Concern the mask and the sequences."""
-        return _reasons(self)
+        return _refusals(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,9 +88,9 @@ class EfficientBackward(Call):
         """(B, M, H, K) tensors, logsumexp and vectors."""
         return {**_OPERAND_RANKS, "grad_out": (4,), "out": (4,), "logsumexp": (3,), **_SEQUENCE_RANKS}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Concern the mask and the sequences."""
-        return _reasons(self)
+        return _refusals(self)
 
 
 @adapter(EfficientForward)
@@ -161,22 +162,24 @@ def efficient_attention_backward(call: EfficientBackward) -> tuple[Any, Any, Any
     return gradients.query, gradients.key, gradients.value, gradients.bias
 
 
-def _reasons(call: EfficientForward | EfficientBackward) -> list[str]:
-    reasons = []
+def _refusals(call: EfficientForward | EfficientBackward) -> list[Refusal]:
+    refusals: list[Refusal] = []
     kind, window = call.custom_mask_type, call.window_size
     if kind not in (0, 1, 2):
-        reasons.append(f"custom_mask_type = {kind!r}: must be 0 (none), 1 (top left) or 2 (bottom right); choose one")
+        refusals.append(CUSTOM_MASK_TYPE.refusal("custom_mask_type", kind))
     if window is not None and window < 0:
-        reasons.append(f"window_size = {window}: must be an int of at least 1; pass 0 or None for no window")
+        refusals.append(refuse("window_size", window, "must be an int of at least 1", "pass 0 or None for no window"))
     elif window and kind == 0:
-        reasons.append(f"window_size = {window} with custom_mask_type = 0: must come with 1 or 2; leave one out")
+        rule = "must come with custom_mask_type 1 or 2, not 0"
+        refusals.append(refuse("window_size", window, rule, "leave one out"))
     starts = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
     if call.seqlen_k is not None and call.cu_seqlens_q is None:
-        reasons.append("seqlen_k without cu_seqlens_q and cu_seqlens_k: must come with both; pass them")
+        rule = "must come with cu_seqlens_q and cu_seqlens_k"
+        refusals.append(refuse("seqlen_k", call.seqlen_k, rule, "pass them"))
     lengths = {"max_seqlen_q": call.max_seqlen_q}
     if call.max_seqlen_k is not None:
         lengths["max_seqlen_k"] = call.max_seqlen_k
-    return reasons + sequence_reasons(starts, lengths)
+    return refusals + sequence_refusals(starts, lengths)
 
 
 def _mask(call: EfficientForward | EfficientBackward) -> Mask:

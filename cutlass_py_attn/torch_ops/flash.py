@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Final
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.problem.masks import Window
 from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.torch_ops.adapter import Call, ForwardCall, adapter, options_of
 from cutlass_py_attn.torch_ops.layouts import pack_logsumexp, pad_logsumexp, unpack_logsumexp, with_contiguous_rows
 from cutlass_py_attn.torch_ops.sequences import (
     is_packed,
-    logsumexp_reasons,
-    packing_reasons,
+    logsumexp_refusals,
+    packing_refusals,
     ranks_of,
     sequences_of,
 )
@@ -63,9 +64,9 @@ class FlashForward(ForwardCall):
         factors = dict.fromkeys(("q_descale", "k_descale", "v_descale"), (0, 1, 2))
         return {**_ranks(self, *OPERANDS), **factors}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Concern the window, the sequences and return_debug_mask."""
-        return [*_reasons(self), *debug_mask_reasons(self.return_debug_mask)]
+        return [*_refusals(self), *debug_mask_refusals(self.return_debug_mask)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,10 +103,10 @@ class FlashBackward(Call):
         ranks = _ranks(self, "grad_out", *OPERANDS, "out")
         return {**ranks, "logsumexp": (2 if is_packed(self) else 3,)}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Concern the window, the sequences and logsumexp."""
         *batch, rows, heads, _ = map(int, self.query.shape)
-        return [*_reasons(self), *logsumexp_reasons(self.logsumexp, (*batch, heads, rows))]
+        return [*_refusals(self), *logsumexp_refusals(self.logsumexp, (*batch, heads, rows))]
 
 
 @adapter(FlashForward)
@@ -188,21 +189,22 @@ def flash_attention_backward(call: FlashBackward) -> tuple[Any, Any, Any]:
     return gradients.query, gradients.key, gradients.value
 
 
-def debug_mask_reasons(return_debug_mask: bool) -> list[str]:
+def debug_mask_refusals(return_debug_mask: bool) -> list[Refusal]:
     """Returns why a debug mask is refused: no kernel stores the attention weights."""
-    reason = "return_debug_mask = True: must be False; no kernel stores the attention weights"
-    return [reason] if return_debug_mask else []
+    rule = "must be False, because no kernel stores the attention weights"
+    return [refuse("return_debug_mask", True, rule, "leave it out")] if return_debug_mask else []
 
 
 def _ranks(call: FlashForward | FlashBackward, *tensors: str) -> dict[str, tuple[int, ...]]:
     return {**ranks_of(call, *tensors), "seqused_k": (1,), "alibi_slopes": (1, 2)}
 
 
-def _reasons(call: FlashForward | FlashBackward) -> list[str]:
-    reasons = []
+def _refusals(call: FlashForward | FlashBackward) -> list[Refusal]:
+    refusals: list[Refusal] = []
     if call.seqused_k is not None and not is_packed(call):
-        reasons.append("seqused_k without cum_seq_q and cum_seq_k: must come with both; pass them")
-    return reasons + packing_reasons(call)
+        rule = "must come with cum_seq_q and cum_seq_k"
+        refusals.append(refuse("seqused_k", call.seqused_k, rule, "pass them"))
+    return refusals + packing_refusals(call)
 
 
 def _options(call: FlashForward | FlashBackward) -> dict[str, Any]:

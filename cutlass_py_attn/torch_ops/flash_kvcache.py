@@ -10,9 +10,10 @@ from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Window
-from cutlass_py_attn.problem.scalars import flag_of, integer_of, shown
+from cutlass_py_attn.problem.scalars import flag_of, integer_of
+from cutlass_py_attn.refusals import refuse
 from cutlass_py_attn.torch_ops.layouts import pack_logsumexp
 
 # Argument of `attention_forward` -> argument of FlashAttention.
@@ -74,23 +75,23 @@ def flash_attn_with_kvcache(
     Not here are the arguments that write keys or turn them: k, v, rotary_cos and others.
     NotSupported lists every reason under the names of these arguments; see `attention_forward` for the other errors.
     """
-    reasons = [
-        f"{name} = {shown(given)}: must be True or False; pass one of them"
+    refusals = [
+        refuse(name, given, "must be True or False", "pass one of them")
         for name, given in (("causal", causal), ("return_softmax_lse", return_softmax_lse))
         if flag_of(given) is None
     ]
     edges = tuple(map(integer_of, window_size)) if isinstance(window_size, (tuple, list)) else ()
     if len(edges) != 2 or None in edges:
-        reasons.append(f"window_size = {shown(window_size)}: must be two ints, below 0 for no limit; correct it")
+        refusals.append(refuse("window_size", window_size, "must be two ints, below 0 for no limit", "correct it"))
     is_packed = cu_seqlens_q is not None
     query = q
     if is_packed:
         try:
             query = q[None]
         except Exception:  # the library of an array decides the type of its errors
-            reasons.append(f"q = {shown(q)}: must take indices with cu_seqlens_q, as a torch tensor does; pass one")
-    if reasons:
-        raise NotSupported(reasons)
+            refusals.append(refuse("q", q, "must take indices with cu_seqlens_q, as a torch tensor does", "pass one"))
+    if refusals:
+        raise NotSupported(refusals)
     left, right = (None if edge is None or edge < 0 else edge for edge in edges)
     try:
         output, logsumexp = attention_forward(
@@ -110,7 +111,7 @@ def flash_attn_with_kvcache(
             kernels=kernels,
         )
     except NotSupported as error:
-        raise NotSupported(_PATTERN.sub(lambda match: _NAMES[match[1]], reason) for reason in error.reasons) from error
+        raise error.renamed(lambda text: _PATTERN.sub(lambda match: _NAMES[match[1]], text)) from error
     output = output[0] if is_packed else output
     if not return_softmax_lse:
         return output

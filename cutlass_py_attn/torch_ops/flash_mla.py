@@ -11,9 +11,10 @@ from cutlass_py_attn.api.options import MLA_HEAD_DIM_VALUE
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import CausalBottomRight, Full
-from cutlass_py_attn.problem.scalars import flag_of, shown
+from cutlass_py_attn.problem.scalars import flag_of
+from cutlass_py_attn.refusals import refuse
 
 # Argument of `mla_attention_forward` -> argument of FlashMLA.
 _NAMES: Final = {
@@ -57,7 +58,7 @@ def flash_mla_with_kvcache(
     lists every reason under the names of these arguments; see `mla_attention_forward` for the other errors.
     """
     if flag_of(causal) is None:
-        raise NotSupported(f"causal = {shown(causal)}: must be True or False; pass one of them")
+        raise NotSupported(refuse("causal", causal, "must be True or False", "pass one of them"))
     try:
         output, logsumexp = mla_attention_forward(
             q,
@@ -71,5 +72,5 @@ def flash_mla_with_kvcache(
             kernels=kernels,
         )
     except NotSupported as error:
-        raise NotSupported(_PATTERN.sub(lambda match: _NAMES[match[1]], reason) for reason in error.reasons) from error
+        raise error.renamed(lambda text: _PATTERN.sub(lambda match: _NAMES[match[1]], text)) from error
     return output, logsumexp[..., : q.shape[1]]

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Final
 
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.problem.masks import Causal, Full
-from cutlass_py_attn.problem.scalars import shown
 from cutlass_py_attn.problem.tensors import OPERANDS
+from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.torch_ops.adapter import Call, ForwardCall, adapter, options_of
 from cutlass_py_attn.torch_ops.layouts import (
     as_bias,
@@ -48,7 +48,7 @@ class EfficientAttention(ForwardCall):
         """(B, H, M, K) tensors and the bias."""
         return _RANKS
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """No reasons beside those of the problem."""
         return []
 
@@ -80,18 +80,16 @@ class EfficientAttentionBackward(Call):
         """(B, H, M, K) tensors, the bias and logsumexp."""
         return {**_RANKS, "grad_out": (4,), "out": (4,), "logsumexp": (3,)}
 
-    def reasons(self) -> list[str]:
+    def refusals(self) -> list[Refusal]:
         """Concern grad_input_mask."""
         wanted = self.grad_input_mask
         if not isinstance(wanted, (tuple, list)) or [type(item) for item in wanted] != [bool] * len(_GRADIENTS):
             return [
-                f"grad_input_mask = {shown(wanted)}: must be four bools, for query, key, value, attn_bias; correct it"
+                refuse("grad_input_mask", wanted, "must be four bools, for query, key, value, attn_bias", "correct it")
             ]
         if wanted[3] and self.attn_bias is not None and is_bool(self.attn_bias):
-            return [
-                "grad_input_mask requests attn_bias, which is bool: must not, a boolean mask has no gradient; pass "
-                "False for it"
-            ]
+            rule = "must not request attn_bias, which is bool, for a boolean mask has no gradient"
+            return [refuse("grad_input_mask", wanted, rule, "pass False for it")]
         return []
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from cutlass_py_attn.api.options import VariableLength
-from cutlass_py_attn.problem.scalars import integer_of, shown
+from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.refusals import Refusal, refuse
 
 
 def is_packed(call: Any) -> bool:
@@ -32,25 +33,25 @@ def sequences_of(call: Any, seqused_k: Any = None) -> VariableLength | None:
     return VariableLength(call.cum_seq_q, call.cum_seq_k, max_q, max_k, seqused_k)
 
 
-def packing_reasons(call: Any) -> list[str]:
+def packing_refusals(call: Any) -> list[Refusal]:
     """Returns why cum_seq_q, cum_seq_k, max_q and max_k are refused."""
     starts = {"cum_seq_q": call.cum_seq_q, "cum_seq_k": call.cum_seq_k}
-    return sequence_reasons(starts, {"max_q": call.max_q, "max_k": call.max_k})
+    return sequence_refusals(starts, {"max_q": call.max_q, "max_k": call.max_k})
 
 
-def sequence_reasons(starts: Mapping[str, Any], max_seqlens: Mapping[str, Any]) -> list[str]:
+def sequence_refusals(starts: Mapping[str, Any], max_seqlens: Mapping[str, Any]) -> list[Refusal]:
     """Returns why cumulative sequence lengths (given both or neither) and maximal lengths are refused."""
     missing = [name for name, array in starts.items() if array is None]
     if len(missing) == len(starts):
         return []
-    reasons = [f"{name} is None: must come with {' and '.join(starts)}; pass it" for name in missing]
-    reasons += [
-        f"{name} has dtype {array.dtype}: must be int32; convert it"
+    refusals = [refuse(name, None, f"must come with {' and '.join(starts)}", "pass it") for name in missing]
+    refusals += [
+        refuse(f"{name}.dtype", str(array.dtype), "must be int32", "convert it")
         for name, array in starts.items()
         if array is not None and not is_integer(array)
     ]
-    return reasons + [
-        f"{name} = {shown(given)}: must be an int of at least 0; pass the longest sequence's length"
+    return refusals + [
+        refuse(name, given, "must be an int of at least 0", "pass the longest sequence's length")
         for name, given in max_seqlens.items()
         if (number := integer_of(given)) is None or number < 0
     ]
@@ -63,11 +64,8 @@ def is_integer(array: Any) -> bool:
     return str(array.dtype).removeprefix("torch.") == "int32"
 
 
-def logsumexp_reasons(logsumexp: Any, shape: tuple[int, ...]) -> list[str]:
+def logsumexp_refusals(logsumexp: Any, shape: tuple[int, ...]) -> list[Refusal]:
     """Returns why a logsumexp without padding is refused: it must have this shape."""
     given = tuple(map(int, logsumexp.shape))
-    return (
-        []
-        if given == shape
-        else [f"logsumexp has shape {given}: must be {shape}, as the forward returns it; pass that array"]
-    )
+    rule = f"must be {shape}, as the forward returns it"
+    return [] if given == shape else [refuse("logsumexp.shape", given, rule, "pass that array")]

@@ -65,6 +65,12 @@ def fewest_splits(groups: int, key_tiles: int, num_sms: int) -> int:
     return min(range(1, max(min(key_tiles, 256), 1) + 1), key=work)
 
 
+def causal_key_tiles(num_queries: int, num_keys: int, shift: int, tile_m: int, tile_n: int) -> int:
+    """Returns the key tiles that the query tiles of a head visit: query i sees the keys before i + 1 + shift."""
+    ends = (min(first + tile_m, num_queries) for first in range(0, num_queries, tile_m))
+    return sum(max(-(-min(num_keys, end + shift) // tile_n), 1) for end in ends)
+
+
 def distinct(*sizes_and_strides: int) -> int:
     """Returns whether each stride exceeds what the axes of smaller strides span: no two indices have one element."""
     span = 0
@@ -99,6 +105,7 @@ FUNCTIONS: dict[str, Any] = {
     "max": max,
     "step": lambda size, stride, other: other if size == 1 else stride,
     "fewest_splits": fewest_splits,
+    "causal_key_tiles": causal_key_tiles,
     "distinct": distinct,
 }
 OPERATORS: dict[type, Any] = {

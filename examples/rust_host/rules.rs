@@ -77,6 +77,17 @@ fn fewest_splits(groups: i64, tiles: i64, num_sms: i64) -> Option<i64> {
     Some(best.1)
 }
 
+/// Key tiles that the query tiles of a head visit, each at least one: query i sees the keys before i + 1 + shift.
+fn causal_key_tiles(queries: i64, keys: i64, shift: i64, tile_m: i64, tile_n: i64) -> Option<i64> {
+    let (mut tiles, mut first) = (0i64, 0i64);
+    while first < queries {
+        let end = first.checked_add(tile_m)?.min(queries);
+        tiles = tiles.checked_add(ceil_div(keys.min(end.checked_add(shift)?), tile_n)?.max(1))?;
+        first = first.checked_add(tile_m)?;
+    }
+    Some(tiles)
+}
+
 /// Whether each stride exceeds what the axes of smaller strides span: no two indices have one element.
 fn distinct(sizes_and_strides: &[i64]) -> Option<i64> {
     let mut axes = Vec::new();
@@ -197,6 +208,9 @@ impl Rule<'_> {
             ("max", [a, b]) => Some(*a.max(b)),
             ("step", [size, stride, other]) => Some(if *size == 1 { *other } else { *stride }),
             ("fewest_splits", [groups, tiles, num_sms]) => fewest_splits(*groups, *tiles, *num_sms),
+            ("causal_key_tiles", [queries, keys, shift, tile_m, tile_n]) => {
+                causal_key_tiles(*queries, *keys, *shift, *tile_m, *tile_n)
+            }
             ("distinct", axes) if axes.len() == 8 => distinct(axes),
             _ => return Err(format!("{word} is not a function of the rule language")),
         };

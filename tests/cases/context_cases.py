@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.masks import CausalBottomRight, Full
 from cutlass_py_attn.problem.merge import MergeProblem

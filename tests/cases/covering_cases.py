@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.testing import inputs
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, Case

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Final
 
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn import score_terms
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem

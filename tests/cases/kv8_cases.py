@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 
 # Every granularity of scales, page sizes from 1, tables with rows and with page_indptr, pools in any layout, sequences

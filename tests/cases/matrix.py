@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse, parse_mask
 from cutlass_py_attn.problem.tensors import Tensor

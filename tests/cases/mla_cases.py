@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 
 # One to many latent tiles, odd and even; rows of few and many heads, in whole tiles and not; several queries; pages

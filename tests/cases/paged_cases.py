@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 
 # Few queries: page sizes from 1, tables with rows and with page_indptr, pools in any layout, sequences without keys or

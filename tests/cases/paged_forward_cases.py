@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import builds as builds_of_problem
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
 from cutlass_py_attn.problem.tensors import FLOAT8

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import ceil_div, round_up
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.plan.append import SCALES_OF, plan_append
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.problem.append import CACHES, SCALES, TILE_SCALES, AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS

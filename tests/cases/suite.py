@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of

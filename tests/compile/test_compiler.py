@@ -22,8 +22,10 @@ from cutlass_py_attn.compilation import compiler as compiling
 from cutlass_py_attn.compilation import registry, report
 from cutlass_py_attn.compilation.cubin import read
 from cutlass_py_attn.errors import CompileError, NotSupported
-from cutlass_py_attn.plan import entry_points
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import Architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
 from cutlass_py_attn.plan.planner import plan_backward
 from cutlass_py_attn.problem.problem import Problem
@@ -44,9 +46,9 @@ PROGRAM = """
 import hashlib, json
 from tests.support import toy_kernel
 from cutlass_py_attn.compilation import compiler as compiling
-from cutlass_py_attn.plan import entry_points
+from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.compilation import registry
-from cutlass_py_attn.plan.build import build_from
+from cutlass_py_attn.launch.build import build_from
 registry.trace = toy_kernel.trace
 build = build_from(json.loads({build!r}))
 made = {call}
@@ -155,7 +157,7 @@ def test_an_error_of_the_assembler_names_the_line() -> None:
 
 
 def test_too_many_registers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report.resources, "register_limit", lambda *_: 8)
+    monkeypatch.setattr(Architecture, "register_limit", lambda *_: 8)
     with pytest.raises(CompileError, match=r"registers = \d+ per thread: 8 allowed"):
         compiling.compile(TOY)
 
@@ -192,8 +194,8 @@ def test_a_remark_about_injected_waits_is_a_finding() -> None:
 def test_entries_and_parameters_of_every_kind() -> None:
     backward = plan_backward(Problem.dense("backward", Shape(1, 64, 64, 1, 64, 64), "bfloat16"), "sm_80")
     assert entry_points.entry_symbols(backward.build) == tuple(launch.symbol for launch in backward.launches)
-    hopper = replace(TOY, family="sm90")
-    assert entry_points.parameters(hopper) == (("map_a", 128), ("map_b", 128), ("params", 32))
+    hopper = replace(TOY, family="sm90", component_gemm="matmul_qk")
+    assert entry_parameters.parameters(hopper) == (("map_a", 128), ("map_b", 128), ("params", 32))
 
 
 def test_threads_of_every_entry() -> None:
@@ -203,7 +205,7 @@ def test_threads_of_every_entry() -> None:
     plan = plan_backward(problem, "sm_80")
     roles = list(entry_points.entries(plan.build))
     assert roles == ["delta", "main", "finish", "bias", "sinks"]
-    by_rows = {role: entry_points.entry_threads(plan.build, role) for role in roles}
+    by_rows = {role: entry_parameters.entry_threads(plan.build, role) for role in roles}
     assert by_rows == {role: 128 if role in ("delta", "sinks") else plan.build.threads for role in roles}
     assert [launch.block[0] for launch in plan.launches] == list(by_rows.values())
 
@@ -216,15 +218,19 @@ def test_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sources_cover_the_kernels() -> None:
     names = registry.source_modules()
-    assert {"problem/masks.py", "plan/abi.py", "plan/smem.py", "plan/entry_points.py", "plan/tile_order.py"} <= set(
-        names
-    )
-    assert {"plan/arch.py", "problem/tensors.py"} <= set(names)  # vector reductions, stmatrix, the logsumexp's padding
+    assert {
+        "problem/masks.py",
+        *(f"launch/{name}.py" for name in ("abi", "smem", "entry_points", "tile_order")),
+    } <= set(names)
+    # Vector reductions and stmatrix; the logsumexp's padding.
+    assert {"launch/arch.py", "problem/tensors.py"} <= set(names)
     assert {name.split("/")[0] for name in names if "/" in name} == {
-        *("kernels", "plan", "problem", "score_terms", "compilation")
+        *("kernels", "launch", "problem", "score_terms", "compilation")
     }
-    unused = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("kernels/*/*.py")} - set(names)
-    assert {name for name in unused if not name.endswith("__init__.py")} == {"kernels/component_gemms/planning.py"}
+    unused = {path.relative_to(PACKAGE / "kernels") for path in PACKAGE.glob("kernels/*/*.py")}
+    unused -= {Path(name).relative_to("kernels") for name in names if name.startswith("kernels/")}
+    of_kernels = {path.name for path in unused if path.parent.name != "sm90_family"}
+    assert of_kernels == {"__init__.py", "kernel.py", "layout.py", "rules.py", "shared_tiles.py", "tiles.py"}
 
 
 def is_for_type_checkers(node: ast.stmt) -> bool:
@@ -246,11 +252,9 @@ def test_sources_hold_all_that_kernels_import_when_they_run() -> None:
 
 def test_what_decides_a_build_is_no_source() -> None:
     """The digest of the Build is in the key beside the sources: an edited planner recompiles nothing."""
-    above = {"planner", "builder", "tiles", "tile_config", "tile_rules", "resources", "plan", "explain", "launch_rules"}
-    above |= {"sm80", "sm90", "decode", "preconditions", "smem_maps", "sm80_smem", "tile_time", "shared_tiles"}
-    above |= {"expressions", "split_kv", "grad_bias_mode", "grad_bias_launch"}
-    names = {*(f"plan/{name}.py" for name in above), "problem/spec.py", "problem/serialize.py", "problem/problem.py"}
-    names |= {"problem/validation.py"}
+    launch = (f"launch/{name}.py" for name in ("expressions", "names", "split_kv", "tile_config"))
+    problem = (f"problem/{name}.py" for name in ("spec", "serialize", "problem", "validation"))
+    names = {*launch, *problem, "kernels/kernel.py", "kernels/catalogue.py"}
     assert not names & set(registry.source_modules())
 
 
@@ -258,10 +262,10 @@ def test_what_decides_a_build_is_no_source() -> None:
     ("body", "holds", "lacks"),
     [
         (("forward", "sm80", ""), "kernels/sm80/forward.py", "kernels/sm80/backward.py"),
-        (("forward", "sm80", "split_d"), "plan/split_d.py", "kernels/sm90/forward.py"),
-        (("forward", "sm90", "multicast"), "plan/sm90_smem.py", "plan/decode_smem.py"),
-        (("backward", "sm90", "2cta"), "kernels/sm90/grad_query_2cta.py", "kernels/decode/forward.py"),
-        (("forward", "decode", ""), "plan/decode_smem.py", "kernels/sm80/grad_query_accum.py"),
+        (("forward", "sm80", "split_d"), "kernels/sm80_split_d/layout.py", "kernels/sm90/forward.py"),
+        (("forward", "sm90", "multicast"), "kernels/sm90/layout.py", "kernels/decode/layout.py"),
+        (("backward", "sm90", "2cta"), "kernels/sm90_backward_2cta/grad_query.py", "kernels/decode/forward.py"),
+        (("forward", "decode", ""), "kernels/decode/layout.py", "kernels/backward_parts/grad_query_accum.py"),
     ],
 )
 def test_sources_of_a_kernel_are_its_own(body: tuple[str, str, str], holds: str, lacks: str) -> None:
@@ -270,12 +274,6 @@ def test_sources_of_a_kernel_are_its_own(body: tuple[str, str, str], holds: str,
     assert holds in names
     assert lacks not in names
     assert set(names) < set(registry.source_modules())
-
-
-def test_sources_of_a_component_gemm_have_its_module() -> None:
-    names = registry.sources_of(replace(TOY, component_gemm="grad_k"))
-    assert "kernels/component_gemms/grad_k.py" in names
-    assert "kernels/component_gemms/grad_q.py" not in names
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.plan import decode, decode_smem, entry_points, planner, split_kv, tile_rules
-from cutlass_py_attn.plan.arch import ARCHITECTURES
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.kernels.decode import layout as decode_smem
+from cutlass_py_attn.launch import entry_points, split_kv
+from cutlass_py_attn.launch.arch import ARCHITECTURES
+from cutlass_py_attn.launch.smem import threads_of_row
+from cutlass_py_attn.launch.tile_order import tiles_of_split
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan, Workspace
-from cutlass_py_attn.plan.smem import threads_of_row
-from cutlass_py_attn.plan.tile_order import tiles_of_split
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
@@ -91,9 +94,9 @@ def test_decode_plans_come_first() -> None:
 def test_every_target_has_a_decode_kernel(arch: str, dtype: str, queries: int) -> None:
     for dim in (1, 40, 64, 72, 128):
         asked = problem(dtype, num_queries=queries, head_dim=2 * dim, head_dim_value=dim)
-        assert (planner.plan(asked, arch).build.family == "decode") == (
-            2 * dim <= tile_rules.DECODE_MAX_HEAD_DIM[4]
-        ) or (dtype != "float32")
+        assert (planner.plan(asked, arch).build.family == "decode") == (2 * dim <= decode.MAX_HEAD_DIM[4]) or (
+            dtype != "float32"
+        )
         if not decode.unsupported_features(asked):
             build = planner.plan(asked, arch).build
             rows, teams = build.warps_scores

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import VECTOR_CODES, registers, rows_of_thread, vectors_of_row
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.sm90_e4m3_cache import VECTOR_CODES, registers, rows_of_thread, vectors_of_row
 from cutlass_py_attn.problem.spec import parse
 from tests.support.machine_code import MachineCode
 

@@ -1,4 +1,4 @@
-"""kernels/sm80/grad_bias.py and grad_sinks.py: their entries, grids and shared memory, and that they compile."""
+"""kernels/backward_parts/grad_bias.py, grad_sinks.py: entries, grids and shared memory, and that they compile."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import pairwise, product
 
 import pytest
 
-from cutlass_py_attn.plan import entry_points
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.grad_bias_smem import grad_bias_build, grad_bias_chunk
+from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import grad_bias_build, grad_bias_chunk
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.smem import tile_bytes
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.planner import plan_backward
-from cutlass_py_attn.plan.smem import tile_bytes
 from cutlass_py_attn.problem.masks import FORMS, Causal, Full, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, Shape, Tensor

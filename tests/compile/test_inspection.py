@@ -22,7 +22,7 @@ from cutlass_py_attn.compilation import cubin
 from cutlass_py_attn.compilation.compiler import artifact_for
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.inspection import facts, line_info, page, sass
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from tests.support.html_tags import unbalanced
 
 NEEDS_NVDISASM = pytest.mark.skipif(sass.tool() is None, reason="nvdisasm is not installed")

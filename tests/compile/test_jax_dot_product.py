@@ -209,18 +209,18 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"key": jnp.ones((3, 4))}, "it has 2 axes; reshape it"),
     "bias": ({"bias": "x"}, "bias = 'x' (str): must be an array of at most 4 axes"),
     "bias of five axes": ({"bias": jnp.ones((1,) * 5)}, "must be an array of at most 4 axes"),
-    "bias of another shape": ({"bias": jnp.ones((1, 1, T, S + 1))}, "bias has shape"),
+    "bias of another shape": ({"bias": jnp.ones((1, 1, T, S + 1))}, "bias.shape = "),
     "mask of another shape": (
         {"mask": jnp.ones((1, 1, T, S + 1), bool)},
-        "mask has shape (1, 1, 9, 13): must broadcast",
+        "mask.shape = (1, 1, 9, 13): must broadcast",
     ),
     "mask of another shape with lengths": (
         {"mask": jnp.ones((S + 1,), bool), "key_value_seq_lengths": KEYS},
-        "mask has shape (13,): must broadcast to (2, ",
+        "mask.shape = (13,): must broadcast to (2, ",
     ),
     "mask and bias of other shapes": (
         {"mask": jnp.ones((1, 1, T, S), bool), "bias": jnp.ones((1, 1, T, S + 1))},
-        "bias has shape (1, 1, 9, 13): must broadcast",
+        "bias.shape = (1, 1, 9, 13): must broadcast",
     ),
     "mask of numbers": (
         {"mask": jnp.ones((1, 1, T, S))},
@@ -231,8 +231,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "lengths of another type": ({"key_value_seq_lengths": jnp.ones(2)}, "must be an integer array of shape (2,)"),
     "lengths str": ({"key_value_seq_lengths": "x"}, "key_value_seq_lengths = 'x' (str): must be an integer array"),
     "window": ({"local_window_size": -1}, "local_window_size = -1 (int): must be an int of at least 0"),
-    "window with one wrong edge": ({"local_window_size": (4, -1)}, "local_window_size = (4, -1) (tuple): must be an"),
-    "window of three": ({"local_window_size": (1, 2, 3)}, "local_window_size = (1, 2, 3) (tuple): must be"),
+    "window with one wrong edge": ({"local_window_size": (4, -1)}, "local_window_size = (4, -1): must be an"),
+    "window of three": ({"local_window_size": (1, 2, 3)}, "local_window_size = (1, 2, 3): must be"),
     "window beside the diagonal": (
         {"local_window_size": (1, 2)},
         "with 9 queries and 12 keys: must reach the diagonal",
@@ -249,7 +249,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "residual array": ({"return_residual": np.ones(2)}, "return_residual = array of shape (2,) and dtype float64"),
     "an operand that raises": ({"key": Unreadable("shape")}, "key = "),
     "a module": ({"value": np}, "value = <module 'numpy'"),
-    "implementation": ({"implementation": "xla"}, "option 'implementation' is unknown"),
+    "implementation": ({"implementation": "xla"}, "option = 'implementation' (str)"),
 }
 
 

@@ -50,7 +50,7 @@ def test_pages_and_vmap() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(NotSupported, match="cache with a latent cache is differentiated: must be a constant"):
         jax.grad(lambda cache: mla_attention(QUERY, cache, head_dim_value=64, backend="reference").sum())(CACHE)
-    with pytest.raises(NotSupported, match="must be at most the 96 columns of cache; lower it"):
+    with pytest.raises(NotSupported, match="must be at most the 96 columns of cache with value_in_key; lower it"):
         mla_attention(QUERY, CACHE, backend="reference")
     with pytest.raises(NotSupported, match=r"head_dim_value = 'a' .str.: must be an int known at trace time"):
         mla_attention(QUERY, CACHE, head_dim_value="a")

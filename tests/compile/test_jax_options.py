@@ -31,9 +31,9 @@ CAUSAL, DROPOUT = "pass mask=Causal()", "pass dropout_p= and dropout_key="
 def refusal(name: str, option: str) -> str:
     with pytest.raises(NotSupported) as caught:
         FUNCTIONS[name](**{option: 1})
-    (reason,) = caught.value.reasons
-    assert reason.startswith(f"option {option!r} is unknown: must be one of ")
-    return reason.rpartition("; ")[2]
+    (found,) = caught.value.refusals
+    assert (found.field, found.value) == ("option", f"{option!r} (str)")
+    return found.remedy
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -72,7 +72,7 @@ def test_an_unknown_option_is_named_beside_wrong_arguments() -> None:
         FUNCTIONS["dot_product_attention"](is_casual=True, query_seq_lengths=3, sequences=1)
     assert [reason.split(":")[0] for reason in caught.value.reasons] == [
         "sequences = 1 (int)",
-        "option 'is_casual' is unknown",
+        "option = 'is_casual' (str)",
         "query_seq_lengths = 3 (int)",
     ]
 

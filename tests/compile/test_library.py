@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,130 +15,31 @@ from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, DIRECTIONS, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, Sequences, Shape, Tensor
 from cutlass_py_attn.runtime import binding
 from cutlass_py_attn.runtime.driver import device
-from tests.support import fake_driver
-from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, bound_calls, compared
+from tests.support import front_ends
+from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE
 from tests.support.fake_driver import FakeDriver
-from tests.support.library_host import STATUS, LibraryHost, compiled, exported, filled, target_of
-from tests.support.library_launches import SEEDS, by_library, by_package, expected_plan, other_plan
+from tests.support.library_host import STATUS, LibraryHost, filled, target_of
+from tests.support.library_launches import SEEDS, by_library, by_package, expected_plan, library, listed, other_plan
 
-MANY = "_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
-# (exported case, directions, cases of other sizes that the same kernels serve)
-CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "bf16_d128_s512_b2_h4_causal": (DIRECTIONS, ("bf16_d128_s300_b3_h7_causal_br", "bf16_d128_s1_b1_h1_causal")),
-    "bf16_d128_s512_b2_h4k2_causal": (DIRECTIONS, ("bf16_d128_q90_s300_b3_h8k2_causal_br",)),
-    "f16_d64v32_s512_b2_h4k2_full": (DIRECTIONS, ("f16_d64v32_s130_b1_h2k1_full",)),
-    "bf16_d256_s512_b1_h2_causal": (DIRECTIONS, ("bf16_d256_s100_b3_h70_causal",)),
-    "f32_d96_s200_b2_h3_causal": (DIRECTIONS, ("f32_d96_s2000_b7_h40_causal",)),
-    "bf16_d128_s700_t5000_h4k2_causal": (DIRECTIONS, ("bf16_d128_s300_t1900_h8k2_causal",)),
-    "f32_d64_s700_t5000_h2_full_deterministic": (DIRECTIONS, ("f32_d64_s700_t1900_h2_full_deterministic",)),
-    f"bf16_d128_s1000_b2_h4k2{MANY}": (DIRECTIONS, (f"bf16_d128_s264_b5_h6k3{MANY}",)),
-    "bf16_d64_s1024_b2_h4_causal_biassum": (("backward",), ("bf16_d64_q200_s264_b24_h3_causal_biassum",)),
-    "bf16_d128_q1_s8192_b4_h32k8_full": (("forward",), ("bf16_d128_q1_s300_b500_h32k8_full",)),
-    "bf16_d128_q4_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q2_s8192_b1_h24k2_full",)),
-    "bf16_d128_q8_s8192_b1_h32k4_full": (("forward",), ("bf16_d128_q16_s999_b1_h8k2_full",)),
-    "bf16_d128_s512_b2_h4k2_full": (
-        ("forward",),
-        ("bf16_d128_q100_s300_b1_h8k2_full", "bf16_d128_q1100_s1500_b1_h16k4_full"),
-    ),
-    "f16_d128_q1_s8192_b4_h8_full": (("forward",), ("f16_d128_q3_s256_b1_h1_full",)),
-    "f16_d72_s512_b2_h4_window_left30_right9": (("forward",), ("f16_d72_s77_b2_h4_window_left30_right9",)),
-    "bf16_d128_s8192_b1_h4_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h7_causal_br",)),
-    "bf16_d128_q512_s8192_b1_h4_causal_br": (("forward",), ("bf16_d128_q900_s3000_b2_h3_causal_br",)),
-    "bf16_d128_s8192_b1_h4k2_causal": (("forward",), ("bf16_d128_q4096_s5000_b3_h6k2_causal_br",)),
-    "bf16_d128_q1_s8192_b4_h32k8_full_paged16": (("forward",), ("bf16_d128_q3_s1024_b9_h8k2_full_paged64",)),
-    "bf16_d128_q1_s1024_b256_h32k8_full_paged16": (("forward",), ("bf16_d128_q2_s64_b80_h16k2_full_paged2",)),
-    "bf16_d128_q4_s8192_b4_h32k4_full_paged16": (("forward",), ("bf16_d128_q1_s999_b3_h17k1_full_paged1",)),
-    "bf16_d128_q8_s8192_b4_h32k4_full_paged16": (("forward",), ("bf16_d128_q2_s9000_b70_h128k2_full_paged256",)),
-    "bf16_d128_q512_s4096_b2_h32k8_causal_br_paged128": (
-        ("forward",),
-        ("bf16_d128_q300_s1000_b3_h8k2_causal_br_paged16", "bf16_d128_q2048_s5000_b1_h6k3_causal_br_paged512"),
-    ),
-    "bf16_d128_n512x512,256_h32k8_causal_br_paged16": (
-        ("forward",),
-        ("bf16_d128_n200x900,33x40_h8k2_causal_br_paged64",),
-    ),
-    "bf16_d128_n500x9000,64x1000_h8k2_causal_br_paged16": (
-        ("forward",),
-        ("bf16_d128_n300x5000,33x40_h4k2_causal_br_paged64", "bf16_d128_n900x9000,5x9000_h32k8_causal_br_paged64"),
-    ),
-    "bf16_d64_q2_s900_b3_h8k2_window_left200_right0_softcap30_alibib_sinks_paged16": (
-        ("forward",),
-        ("bf16_d64_q3_s77_b9_h4k2_window_left9_right0_softcap5_alibib_sinks_paged1",),
-    ),
-    "bf16_d128_n2x900,1x700_h8k2_causal_br_paged16": (
-        ("forward",),
-        ("bf16_d128_n1x30,4x70,2x5_h4k2_causal_br_paged4",),
-    ),
-    "f16_d100_s512_b2_h4_full": (DIRECTIONS, ("f16_d100_s77_b2_h5_full",)),
+# The calls of calls.txt by exported case, with their directions: those whose layouts `drawn` can change.
+CASES = {
+    row.exported: row.directions
+    for row in front_ends.rows()
+    if not re.search("kv8|mla|e4m3|gradlse|deviceseed|u30", row.exported)
 }
 
 
-def problems_of(case: str) -> list[Problem]:
-    """The exported problems; of pages also with a list of them, and with results that no other sequence changes."""
-    if "q1" in case and "paged" in case:
-        problem = spec.parse(case).problem("forward")
-        assert problem.pages is not None
-        return [problem, problem.replace(pages=replace(problem.pages, invariant=True)), listed(problem)]
-    if "q512" in case and "paged" in case:
-        return [spec.parse(case).problem("forward"), listed(spec.parse(case).problem("forward"))]
-    return [spec.parse(case).problem(direction) for direction in CASES[case][0]]
-
-
-def listed(problem: Problem) -> Problem:
-    """The problem with the pages of all sequences in one list."""
-    assert problem.pages is not None
-    table = Tensor.contiguous((problem.pages.table_entries,), "int32")
-    return problem.replace(pages=replace(problem.pages, page_table=table, page_indptr=True))
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    return library()[0]
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the library with")
-    folder = tmp_path_factory.mktemp("library")
-    return exported(folder / "made", tuple(each for case in CASES for each in problems_of(case)), "sm_80,sm_86,sm_90a")
-
-
-@pytest.fixture(scope="module")
-def host(bundle: Bundle) -> LibraryHost:
-    """Compiled with the sanitizers of undefined arithmetic alone, which compile fast; test_library_builds has all."""
-    names = "signed-integer-overflow,integer-divide-by-zero,shift,float-cast-overflow"
-    options = f"-fsanitize={names}", "-fno-sanitize-recover=all"
-    return LibraryHost(compiled(bundle, bundle.path.parent / "attention.so", *options))
-
-
-def library_calls(log: FakeDriver, host: LibraryHost, problem: Problem) -> tuple[list[tuple[Any, ...]], int]:
-    """What a launch of the library asks of the driver, and the bytes of its workspace, as `bound_calls`."""
-    call = filled(host.new_call(), problem, first_address=ADDRESSES)
-    if "dropout" in problem.features and not problem.philox_on_device:
-        call.philox_seed, call.philox_offset = SEEDS
-    with device(0).current():
-        status, opened = host.opened()
-        assert status == 0, host.text
-        chosen = host.chosen(call, target_of("sm_90a"))
-        size = chosen.workspace
-        log.clear()
-        status = host.launched(opened, call, WORKSPACE, size, STREAM)
-        assert status == 0, host.text
-        found = compared(log)
-        host.close(opened)
-    return found, size
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_library_asks_what_the_package_asks(
-    driver_log: FakeDriver, bundle: Bundle, host: LibraryHost, case: str
-) -> None:
-    """For the exported problem and for other sizes, of a kernel that is one of many."""
-    for name in (case, *CASES[case][1]):
-        for direction in CASES[case][0]:
-            problem = spec.parse(name).problem(direction)
-            wanted = bound_calls(driver_log, bundle, problem)
-            assert len(wanted[0]) > 0
-            assert library_calls(driver_log, host, problem) == wanted
+def host() -> LibraryHost:
+    return library()[1]
 
 
 # The choice of a kernel
@@ -151,7 +53,7 @@ def drawn(draw: random.Random, case: str) -> Problem:
     """A problem of the kinds of a case with other sizes, strides, alignments, masks and factors."""
     if "paged" in case:
         return drawn_prefill(draw) if "causal" in case else drawn_pages(draw)
-    problem = spec.parse(case).problem(draw.choice(CASES[case][0]))
+    problem = spec.parse(case).problem(draw.choice(CASES[case]))
     old = problem.shape
     is_decode = old.num_queries <= 16
     group = draw.choice((1, 2, 3, 4, 8, 16)) if old.group > 1 or draw.random() < 0.2 else 1
@@ -248,7 +150,7 @@ def test_library_chooses_what_the_planner_chooses(driver_log: FakeDriver, bundle
             opened.append(handle)
     driver_log.without_memory(True)
     few_queries = [name for name in CASES if "q512_s8192" in name]
-    cases = [*CASES, *4 * few_queries, *(name for name in CASES if "s8192_b1_h4" in name or "d256" in name)]
+    cases = [*CASES, *6 * few_queries, *(name for name in CASES if "s8192_b1_h4" in name or "d256" in name)]
     for number in itertools.count():
         if sum(found.values()) >= DRAWN:
             break
@@ -313,7 +215,7 @@ def test_each_device_has_kernels_of_its_own(driver_log: FakeDriver, bundle: Bund
         host.close(opened[0])
         assert host.launched(opened[1], call, 0, 0) == 0
         host.close(opened[1])
-    assert symbols == ["fwd_sm90_bf16_d128_causal_128x128_0", "fwd_sm80_bf16_d128_causal_128x64_0"]
+    assert symbols == ["fwd_sm90_bf16_d128_causal_64x128_0", "fwd_sm80_bf16_d128_causal_128x64_0"]
 
 
 def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost) -> None:
@@ -343,7 +245,7 @@ def test_nothing_is_loaded_after_open(driver_log: FakeDriver, host: LibraryHost)
     [
         ("bf16_d128_s512_b2_h4_causal", "cuTensorMapEncodeTiled", "query"),
         ("f32_d96_s200_b2_h3_causal", "cuMemsetD8Async", "the workspace"),
-        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_ds_registers_64x128_delta_1"),
+        ("bf16_d128_s512_b2_h4_causal", "cuLaunchKernelEx", "bwd_sm90_bf16_d128_causal_64x64_delta_1"),
     ],
 )
 def test_a_launch_names_the_driver_call_that_fails(

@@ -20,8 +20,8 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle import interface, row_spec
 from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.bundle.rules import AnyProblem
-from cutlass_py_attn.plan import entry_points
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime.driver import device
@@ -491,7 +491,7 @@ def test_cubins_with_other_parameters_are_refused(driver_log: fake_driver.FakeDr
     """As the driver reads them: what is loaded is unloaded, and nothing may be launched."""
 
     def foreign(build: Build) -> Artifact:
-        sizes = tuple(size for _, size in entry_points.parameters(build, "main"))
+        sizes = tuple(size for _, size in entry_parameters.parameters(build, "main"))
         return artifact(build, driver_sizes=(*sizes[:-1], sizes[-1] + 8))
 
     made = export_library(tmp_path / "made", [row_spec.parse(ROWS[0])], ["sm_90"], kernels=foreign)

@@ -14,10 +14,10 @@ import pytest
 from cutlass_py_attn.bundle.dispatch import preferred_when
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.variants import E4M3, E4M3_CACHE, MLA
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import E4M3, E4M3_CACHE, MLA
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import GRANULARITIES, SCALES, granularity

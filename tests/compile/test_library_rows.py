@@ -8,7 +8,6 @@ import pytest
 
 from cutlass_py_attn.bundle import interface, row_spec
 from cutlass_py_attn.bundle.files import Bundle
-from cutlass_py_attn.bundle.rules import direction_of
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -186,7 +185,7 @@ def test_a_launch_needs_every_address(driver_log: FakeDriver, host: LibraryHost,
             put(call, name if isinstance(getattr(call, name), int) else f"{name}.address", 0)
             assert host.chosen(call, H200).status == "OK", "memory is allocated after a choice"
             assert host.launched(opened, call, 0, 0) == STATUS["INVALID"]
-            assert host.text.startswith(f"{direction_of(problem)}: {name} must be a device address, ")
+            assert host.text.startswith(f"{problem.direction}: {name} must be a device address, ")
         host.close(opened)
 
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cutlass_py_attn.compilation.cubin import read
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from tools.lab.microbench import cases
 from tools.lab.microbench.compiling import compiled
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem

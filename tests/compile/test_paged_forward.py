@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from cutlass_py_attn.kernels.sm90.layout import tma_tiles
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_KV
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import TensorMap
-from cutlass_py_attn.plan.sm90_smem import tma_tiles
-from cutlass_py_attn.plan.variants import SPLIT_KV
 from tests.cases.paged_forward_cases import SINGLE, PagedCase
 from tests.support.machine_code import MachineCode
 
@@ -65,8 +65,8 @@ def test_boxes_read_the_rows_of_their_page(pool: str, page_size: int, row: int) 
 @pytest.mark.parametrize("name", [NAME, "bf16_d96_h2_full", "f16_d256_h2_full"])
 def test_each_number_of_boxes_has_code(name: str) -> None:
     """The producer has a branch for each page size, and leaves a tile of an unknown number of boxes empty."""
+    from cutlass_py_attn.kernels.common.layout import most_box_rows
     from cutlass_py_attn.kernels.sm90 import paged_loads
-    from cutlass_py_attn.plan.sm90_smem import most_box_rows
 
     build = build_of(PagedCase(name, 16), "sm90")
     loads, tile_n = paged_loads.PagedLoads(build), tma_tiles(build)["key"][0]
@@ -77,7 +77,7 @@ def test_each_number_of_boxes_has_code(name: str) -> None:
 @pytest.mark.parametrize("name", [NAME, "bf16_d96_h2_full", "f16_d256_h2_full"])
 def test_lanes_have_a_box_each(name: str) -> None:
     """Lane i of the producer warp reads the entry of box i."""
-    from cutlass_py_attn.plan.sm90_smem import most_box_rows
+    from cutlass_py_attn.kernels.common.layout import most_box_rows
 
     build = build_of(PagedCase(name, 16), "sm90")
     tiles = tma_tiles(build)

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import entry_points, grad_bias_smem, planner, sm90, sm90_smem
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.kernels.backward_parts import grad_bias_layout as grad_bias_smem
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90.layout import grad_query_piece
+from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.smem import swizzle_bytes
+from cutlass_py_attn.plan import entry_parameters, planner
 from cutlass_py_attn.plan.plan import Plan, TensorMap
-from cutlass_py_attn.plan.sm90_smem import first_cta_columns, grad_query_piece
-from cutlass_py_attn.plan.smem import swizzle_bytes
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
@@ -97,7 +103,7 @@ def test_workspace() -> None:
     ],
 )  # fmt: skip
 def test_supported_wide_head_dims(dims: tuple[int, int], changes: dict[str, Any], lacking: tuple[str, ...]) -> None:
-    assert sm90.unsupported_features(backward(*dims).replace(**changes)) == lacking
+    assert sm90_choice.unsupported_features(backward(*dims).replace(**changes)) == lacking
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -156,7 +162,7 @@ def test_launches() -> None:
     for num_sms, grid, threads in ((39, 24, 512), (23, 23, 512)):
         launch = planner.plans(backward(), "sm_90a", num_sms)[0].launches[1]
         assert (launch.grid, launch.block) == ((grid, 1, 1), (threads, 1, 1))
-    assert [len(entry_points.parameters(plan.build, role)) for role in ("delta", "main", "finish")] == [1, 5, 1]
+    assert [len(entry_parameters.parameters(plan.build, role)) for role in ("delta", "main", "finish")] == [1, 5, 1]
 
 
 def test_tensor_maps_of_every_operand() -> None:
@@ -409,7 +415,7 @@ def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     axes = 5 if build.has("varlen") else 4
     assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d\.shared::cta", main)) == loaded
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", main)) == stored
-    if grad_bias_smem.uses_wgmma(build):  # S and dP of a summed gradient of the bias
+    if uses_wgmma(build):  # S and dP of a summed gradient of the bias
         found = re.findall(WGMMA, bodies[roles["bias"]])
         assert found == [str(grad_bias_smem.WGMMA_TILE)] * ((build.columns + build.columns_value) // 16)
 

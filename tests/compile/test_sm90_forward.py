@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import planner, sm90, sm90_smem
-from cutlass_py_attn.plan import tiles as plan_table
-from cutlass_py_attn.plan.arch import architecture, targets
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels import families
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family import tiles as plan_table
+from cutlass_py_attn.launch.arch import architecture, targets
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes
+from cutlass_py_attn.launch.variants import HALVES, SPECULATIVE, STANDARD
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan, TensorMap
-from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.plan.variants import HALVES, SPECULATIVE, STANDARD, VARIANTS
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
@@ -69,7 +72,7 @@ def test_variable_lengths_have_five_dimensional_maps() -> None:
     plan = planner.plan(varlen(), "sm_90a")
     assert plan.build.family == "sm90"
     assert {len(recipe.sizes) for recipe in plan.launches[0].tensor_maps} == {5}
-    assert sm90.unsupported_features(varlen(num_keys=0)) == ("axes without an index",)
+    assert sm90_choice.unsupported_features(varlen(num_keys=0)) == ("axes without an index",)
 
 
 @pytest.mark.parametrize(("row", "family"), [(2**33 - 8, "sm90"), (2**33, "sm80")])
@@ -116,8 +119,8 @@ def test_a_copy_ends_with_its_sequence(first: int, rows: int, tile: int) -> None
 
 
 def test_unsupported_dtypes_and_head_dims() -> None:
-    assert sm90.unsupported_features(forward(dtype="float32")) == ("float32",)
-    assert sm90.unsupported_features(forward(64, 520)) == ("head dims beyond 512",)
+    assert sm90_choice.unsupported_features(forward(dtype="float32")) == ("float32",)
+    assert sm90_choice.unsupported_features(forward(64, 520)) == ("head dims beyond 512",)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,8 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
 def test_a_tile_that_is_not_for_the_target_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = plan_table.sm90_tiles(forward())
     not_there = replace(first, not_on=("sm_90a",))
-    monkeypatch.setattr(planner, "sm90_tiles", lambda problem: (not_there, *others))
+    family = replace(families.FAMILIES["sm90"], tiles=lambda problem, num_sms, any_length: (not_there, *others))
+    monkeypatch.setitem(families.FAMILIES, "sm90", family)
     found = [plan.build for plan in planner.plans(forward(), "sm_90a", 8) if plan.build.family == "sm90"]
     assert [(build.tile_m, build.tile_n) for build in found] == [(tile.tile_m, tile.tile_n) for tile in others] != []
 
@@ -258,7 +262,7 @@ BUILDS = [
     *(
         build
         for build in feature_ptx.builds().values()
-        if build.body == VARIANTS["forward", "sm90", STANDARD] and not build.has("paged")
+        if (build.kind, build.family, build.variant) == ("forward", "sm90", STANDARD) and not build.has("paged")
     ),
 ]
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import planner, sm90_wide
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.sm90_wide import layout as sm90_wide
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.plan import resources, split_d
-from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns, dq_pieces
+from cutlass_py_attn.kernels.sm80_split_d import layout as split_d
+from cutlass_py_attn.kernels.sm80_split_d.layout import tile_and_column_block
+from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import even_chunk, tile_bytes
+from cutlass_py_attn.launch.variants import SPLIT_D
+from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward, plans
-from cutlass_py_attn.plan.smem import tile_bytes
-from cutlass_py_attn.plan.split_d import even_chunk, tile_and_column_block
-from cutlass_py_attn.plan.variants import SPLIT_D
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, Shape, Tensor
@@ -127,7 +129,7 @@ def test_workspace_has_a_sum_for_every_column(dims: tuple[int, int], dtype: str,
     if not plan.build.head_dim_split:
         return
     build, parts = plan.build, {part.name: part.bytes for part in plan.workspace.buffers}
-    sums, columns = split_d.dq_pieces(build), split_d.dq_piece_columns(build)
+    sums, columns = dq_pieces(build), dq_piece_columns(build)
     assert sums * columns >= build.columns
     assert build.block_columns % columns == 0
     tiles = 6 * dict(plan.params)["total_tiles"]

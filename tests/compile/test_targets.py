@@ -1,4 +1,4 @@
-"""Every target of plan/arch.py: its fused kernels compile within the limits of their plan."""
+"""Every target of launch/arch.py: its fused kernels compile within the limits of their plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cutlass_py_attn.compilation.cubin import read
-from cutlass_py_attn.plan.arch import ARCHITECTURES, architecture
+from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem

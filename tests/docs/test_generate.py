@@ -11,7 +11,7 @@ import pytest
 
 import cutlass_py_attn
 from cutlass_py_attn import distributed, torch_ops
-from cutlass_py_attn.plan.variants import VARIANTS
+from cutlass_py_attn.kernels.catalogue import KERNELS
 from tools.docs import benchmark_plots, front_tables, generate, jax_table, kernel_map, reference
 
 ROOT = generate.ROOT
@@ -183,4 +183,4 @@ def test_a_first_table_has_the_fastest_of_a_column() -> None:
 
 def test_the_kernel_map_has_every_file_that_traces_kernels() -> None:
     files = re.findall(r"^\| \[`([^`]+)`\]", kernel_map.table(ROOT), re.MULTILINE)
-    assert files == [*dict.fromkeys(f"{variant.module.replace('.', '/')}.py" for variant in VARIANTS.values())]
+    assert files == [*dict.fromkeys(f"{kernel.module.replace('.', '/')}.py" for kernel in KERNELS.values())]

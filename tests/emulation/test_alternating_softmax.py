@@ -1,4 +1,4 @@
-"""kernels/sm90/alternating_softmax.py: its machine code on given scores, executed."""
+"""kernels/sm90_wide/alternating_softmax.py: its machine code on given scores, executed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi, planner
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape

@@ -1,4 +1,4 @@
-"""kernels/decode/append.py: machine code on random appends, executed for all threads, compared byte by byte."""
+"""kernels/rows/append.py: machine code on random appends, executed for all threads, compared byte by byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from tests.cases.serving_cases import AppendCase, append_case, latent_append_case
 from tests.support.block_emulator import EmulatedBlock
 from tests.support.gemm_emulator import compiled

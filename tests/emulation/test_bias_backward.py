@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.testing.cases import Case

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS, doivj, grad_k, grad_q, grad_v, matmul_qk
-from cutlass_py_attn.kernels.component_gemms.planning import all_component_gemms, plan_component_gemm, spec_of
-from cutlass_py_attn.plan.build import F32_ROW_PADDING
+from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
+from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
+from cutlass_py_attn.kernels.component_gemms.products import BY_NAME, doivj, grad_k, grad_q, grad_v, matmul_qk
+from cutlass_py_attn.launch.build import F32_ROW_PADDING
+from cutlass_py_attn.launch.smem import swizzle_bytes
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.plan.component_gemms import all_component_gemms, plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.plan.tile_config import TileConfig
 from tests.support import gemm_emulator
 from tests.support.gemm_emulator import TILES, Array, emulate
 from tests.support.machine_code import MachineCode
 
-MODULES = {"matmul_qk": matmul_qk, "doivj": doivj, "grad_v": grad_v, "grad_k": grad_k, "grad_q": grad_q}
 SAMPLES = [
     *((component_gemm, family, "bfloat16", 128) for family in ("sm80", "sm90") for component_gemm in COMPONENT_GEMMS),
     *((component_gemm, "sm90", "float16", 64) for component_gemm in COMPONENT_GEMMS),
@@ -55,8 +56,8 @@ def test_spec(component_gemm: str, shape: tuple[int, int, int], majors: tuple[bo
     assert (spec.m, spec.n, spec.k) == shape
     assert (spec.a_transposed, spec.b_transposed) == majors
     assert spec.accumulate == accumulates
-    assert spec.name == MODULES[component_gemm].NAME == component_gemm
-    assert spec.equation == MODULES[component_gemm].EQUATION
+    assert spec.name == BY_NAME[component_gemm].name == component_gemm
+    assert spec.equation == BY_NAME[component_gemm].equation
     assert spec.instruction == (64, spec.n, 16)
     assert spec.instructions == spec.k // 16
     assert spec.accumulator_registers == spec.m * spec.n // 256
@@ -133,7 +134,7 @@ def test_emulated_result(
     plan = plan_component_gemm(component_gemm, family, dtype, head_dim, arch_of(family), TILES)
     machine_code(plan)
     a, b, c = emulate(plan)
-    expected = MODULES[component_gemm].reference(a, b)
+    expected = BY_NAME[component_gemm].reference(a, b)
     if dtype == "float32":
         assert np.linalg.norm(c - expected) <= 1e-6 * np.linalg.norm(expected)
     else:

@@ -11,11 +11,11 @@ import pytest
 from cutlass_py_attn.compilation import compiler as compiling
 from cutlass_py_attn.compilation import report
 from cutlass_py_attn.compilation.cubin import read
-from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.score_terms import dropout as masks_of

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.plan import planner, shared_tiles
+from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.backward_block import BackwardBlock, BiasBackwardBlock

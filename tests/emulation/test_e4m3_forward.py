@@ -1,12 +1,12 @@
-"""kernels/sm90/e4m3_forward.py: its machine code on whole problems, executed with all warp roles and barriers."""
+"""kernels/sm90_e4m3/forward.py: its machine code on whole problems, executed with all warp roles and barriers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case
 from tests.support.block_emulator import EmulatedBlock, emulate

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi, launch_rules, planner
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import params

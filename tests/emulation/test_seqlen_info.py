@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi, launch_rules, planner
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.problem import spec
 from tests.support.ptx_threads import Array, Threads
 from tests.support.traced import compile_traced

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi, launch_rules, planner
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor

@@ -1,4 +1,4 @@
-"""kernels/sm90/wide_backward.py: the main kernel executed for all clusters of a small problem, and its instructions."""
+"""kernels/sm90_wide/backward.py: the main kernel executed for all clusters of a small problem, and its instructions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi, planner, sm90_wide_backward
-from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE
+from cutlass_py_attn.kernels.sm90_wide import backward_layout as sm90_wide_backward
+from cutlass_py_attn.kernels.sm90_wide.backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case

@@ -1,4 +1,4 @@
-"""kernels/sm90/wide_scores.py: its machine code, without products, executed against the formula."""
+"""kernels/sm90_wide/scores.py: its machine code, without products, executed against the formula."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi, launch_rules, planner
-from cutlass_py_attn.plan.sm90_wide_backward import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, Gradient
+from cutlass_py_attn.kernels.sm90_wide.backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, Gradient
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor

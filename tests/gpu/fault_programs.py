@@ -28,7 +28,7 @@ from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import AttentionError, DriverError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import bind_problem

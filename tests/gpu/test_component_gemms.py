@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import check, component_gemms, device_memory
 from cutlass_py_attn.testing.component_gemms import ComponentGemm

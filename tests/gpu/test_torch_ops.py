@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn import torch_ops
-from cutlass_py_attn.api import cpu_backend
-from cutlass_py_attn.api.request import problem_of
+from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.attention import problem_of
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.check import Array, Kernels
@@ -264,7 +264,7 @@ def problems() -> list[Problem]:
         found.append(problem)
         return problem, results
 
-    with mock.patch.object(cpu_backend, "problem_of", record):
+    with mock.patch.object(attention, "problem_of", record):
         for name in SCENARIOS:
             by_reference(name)
     return found

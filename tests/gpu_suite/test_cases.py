@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import KEEPS_DS, STANDARD
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.planner import plan_backward
-from cutlass_py_attn.plan.variants import KEEPS_DS, STANDARD
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing import component_gemms, layouts
@@ -183,7 +183,7 @@ def test_layouts_are_supported_and_do_not_overlap(layout: str) -> None:
 def test_component_gemms_agree_with_their_own_files(component_gemm: component_gemms.ComponentGemm) -> None:
     """The shapes and the product in testing/ agree with the component GEMM's own file."""
     pytest.importorskip("cutlass")
-    from cutlass_py_attn.kernels.component_gemms.planning import spec_of
+    from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
 
     plan = component_gemm.plan(2)
     spec = spec_of(plan.build)

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import attention, cpu_backend
+from cutlass_py_attn.api import calls, cpu_backend
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import Options, VariableLength
+from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import ARCHITECTURES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import OPERANDS, Shape, Tensor
 from cutlass_py_attn.reference import numpy_reference
@@ -91,7 +91,7 @@ def view(address: int, tensor: Tensor) -> Array:
 class Emulated:
     """One problem's kernels. faults: factors of results by name, and under "philox_offset" what is added to it."""
 
-    workspace_bytes = 0
+    plan, workspace_bytes = None, 0
 
     def __init__(self, problem: Problem, faults: Mapping[str, float]) -> None:
         assert planner.builds(problem, ARCH) in known()
@@ -148,8 +148,9 @@ def emulate(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable
         return None if name in ("cuCtxSynchronize", "cuGraphExecDestroy") else real(name, *arguments, purpose=purpose)
 
     def start(**faults: float) -> None:
-        monkeypatch.setattr(attention, "_prepared_calls", LruCache(64))
-        monkeypatch.setattr(attention, "bind_kernels", lambda problem, ordinal, kernels: Emulated(problem, faults))
+        monkeypatch.setattr(calls, "_prepared", LruCache(64))
+        monkeypatch.setattr(calls.performance, "warn", lambda plan: None)
+        monkeypatch.setattr(calls, "bind_problem", lambda problem, kernels, ordinal: Emulated(problem, faults))
         monkeypatch.setattr(device_memory, "bind_problem", lambda problem, kernels: Emulated(problem, faults))
         monkeypatch.setattr(pytorch, "captured", lambda launch, stream: launch)
         monkeypatch.setattr(driver, "call", call)

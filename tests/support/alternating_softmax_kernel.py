@@ -9,9 +9,9 @@ from cutlass import Float32, Int32
 
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.kernels.common.softmax import multiply_rows
-from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.sm90_wide.alternating_softmax import AlternatingSoftmax
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 SYMBOL = "alternating_softmax"
 TILES, ROWS, COLUMNS = 3, 2, 16  # of scores that a thread holds; a quad has COLUMNS of each of its four threads

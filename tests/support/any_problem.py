@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cutlass_py_attn.plan.arch import ARCHITECTURES
+from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ITEM_BYTES, OPERANDS, Sequences, Shape, Tensor
 from cutlass_py_attn.score_terms import registry

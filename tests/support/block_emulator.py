@@ -18,8 +18,8 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
 from cutlass_py_attn.problem.tensors import FLOAT8, ITEM_BYTES, OPERAND_BYTES, Tensor
 from cutlass_py_attn.runtime import params

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.artifact import first_available
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plans_on
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.reference.numpy_reference import DTYPES
-from cutlass_py_attn.runtime.binding import first_available
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels
 from cutlass_py_attn.testing.guarded_check import Expected

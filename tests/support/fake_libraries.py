@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import attention, call_cache
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.runtime import frameworks
 from tests.support.fakes import aligned
 
@@ -163,6 +163,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> _Libraries:
     monkeypatch.setitem(sys.modules, "cupy", libraries.cupy())
     for name in ("_torch_dtype", "_torch_device", "_torch_name"):
         monkeypatch.setattr(frameworks, name, functools.cache(getattr(frameworks, name).__wrapped__))
-    call_cache._calls.clear()
-    attention._prepared_calls.clear()
+    calls._repeated.clear()
+    calls._prepared.clear()
     return libraries

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
-from cutlass_py_attn.plan import abi, entry_points, planner, sm90
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters, planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
@@ -28,7 +30,7 @@ def artifact(build: Build, sizes: tuple[int, ...] | None = None, *, driver_sizes
     """
     lines, entries = [], []
     for role, symbol in entry_points.entries(build).items():
-        described = sizes or tuple(size for _, size in entry_points.parameters(build, role))
+        described = sizes or tuple(size for _, size in entry_parameters.parameters(build, role))
         lines.append(" ".join([symbol, *map(str, driver_sizes or described)]))
         parameters = tuple(Parameter(f"p{i}", 0, size) for i, size in enumerate(described))
         entries.append(Kernel(symbol, 128, 0, 0, 0, build.threads, parameters))
@@ -45,7 +47,7 @@ def plan_of(direction: str, arch: str = "sm_90", dtype: str = "bfloat16", mask: 
 
 def expect_taken(problem: Problem, lacking: tuple[str, ...]) -> None:
     """Checks that sm90 kernels support the problem, or which features they lack; sm80 kernels come last."""
-    assert sm90.unsupported_features(problem) == lacking
+    assert sm90_choice.unsupported_features(problem) == lacking
     families = [plan.build.family for plan in planner.plans(problem, "sm_90a")]
     assert families[-1] == "sm80"
     assert ("sm90" in families) == (not lacking)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.kernels.component_gemms.planning import spec_of
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import Plan
 
 Array = np.ndarray[Any, Any]

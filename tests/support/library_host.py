@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cutlass_py_attn.bundle import interface, row_numbers, row_rules
+from cutlass_py_attn.bundle import interface, row_rules
 from cutlass_py_attn.bundle.files import Bundle, export_library
-from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, direction_of, dtype_of, features_of
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan.merge import variant_of
-from cutlass_py_attn.plan.variants import STANDARD
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.merge import MergeProblem
@@ -192,7 +192,8 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
         call.tokens_q, call.tokens_k = shape.tokens
     if problem.pages is not None:
         call.num_pages, call.page_size = problem.key.shape[:2]
-        call.max_pages, call.page_table_row = problem.pages.max_pages, problem.pages.table_row
+        call.max_pages = problem.pages.max_pages
+        call.page_table_row = problem.operands()["page_table"].strides.get("page_table_row", 0)
         call.flags |= FLAGS["INVARIANT"] if problem.pages.invariant else 0
         call.flags |= FLAGS["PAGE_INDPTR"] if problem.pages.page_indptr else 0
         call.tokens_k = 0
@@ -243,19 +244,19 @@ def filled_rows(
     names = (*tensors, *(("logsumexp",) if isinstance(problem, MergeProblem) else ()))
     made = {name: first_address + SPACE * number for number, name in enumerate(names, 1)} if first_address else {}
     given = addresses or made
-    call.direction = ALL_DIRECTIONS.index(direction_of(problem))
-    call.dtype = DTYPE_OF[dtype_of(problem)]
-    call.flags = sum(FLAG_OF[feature] for feature in features_of(problem))
-    for name, value in row_rules.sizes(problem).items():
+    call.direction = ALL_DIRECTIONS.index(problem.direction)
+    call.dtype = DTYPE_OF[problem.dtype]
+    call.flags = sum(FLAG_OF[feature] for feature in problem.features)
+    for name, value in problem.sizes.items():
         setattr(call, name, value)
     columns = problem.key if isinstance(problem, AppendProblem) else problem.output
     call.head_dim = columns.shape[-1]
     call.head_dim_value = problem.value.shape[-1] if isinstance(problem, AppendProblem) else columns.shape[-1]
-    for stride, value in row_numbers.inputs(problem).items():
+    for stride, value in row_rules.inputs(problem).items():
         name, _, axis = stride.rpartition("_")
         if axis == "tile":
             setattr(call, stride, value.value)
-        elif name in row_rules.shapes(problem):
+        elif name in problem.operands():
             setattr(getattr(call, name), "batch" if axis == "page" else axis, value.value)
     for name in names:
         array = getattr(call, name)

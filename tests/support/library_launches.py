@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from cutlass_py_attn.bundle.dispatch import facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.bundle.manifest import names_of
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.launch.arch import architecture, runs_on
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_KV
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture, runs_on
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import SPLIT_KV
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import FLOAT8, Tensor
 from cutlass_py_attn.runtime import binding
-from tests.support.bundle_hosts import ADDRESSES, STREAM, compared
+from cutlass_py_attn.runtime.driver import device
+from tests.support import fake_driver, front_ends
+from tests.support.bundle_hosts import ADDRESSES, STREAM, WORKSPACE, compared
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tests.support.library_host import LibraryHost, made_up
+from tests.support.library_host import LibraryHost, compiled, exported, filled, made_up, target_of
 
 SEEDS = 2**40, 2**40 + 1  # key and offset of dropout
 FREE = 2**45  # a made-up workspace, of any size, in front of the operands
+ANY_ARCH = "sm_80,sm_86,sm_90a"
+_folder = tempfile.TemporaryDirectory(prefix="library_launches_")
 
 
 def expected_plan(bundle: Bundle, problem: Problem, arch: str, num_sms: int) -> Plan | None:
@@ -104,3 +115,63 @@ def other_plan(builds: set[Build], problem: Problem, symbol: str, arch: str, num
     assert mismatches <= {"problem.features", "problem.vector_bytes", "problem.grad_bias_mode"}, mismatches
     assert {*build.features} - {*problem.features} <= {"grouped"}
     return same
+
+
+def library_calls(log: FakeDriver, problem: Problem) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """What a launch of the library asks of the driver, and what the plan does with the same addresses."""
+    bundle, host = library(archs_of(problem))
+    call = filled(host.new_call(), problem, first_address=ADDRESSES)
+    seeds = dict(zip(("philox_seed", "philox_offset"), SEEDS, strict=True))
+    if "dropout" in problem.features and not problem.philox_on_device:
+        call.philox_seed, call.philox_offset = SEEDS
+    choice = host.chosen(call, target_of("sm_90a"))
+    builds = {plan.build for plan in bundle.plans(problem.direction)}
+    plan = expected_plan(bundle, problem, "sm_90a", 132)
+    plan = plan or other_plan(builds, problem, choice.symbol, "sm_90a", 132)
+    assert (choice.symbol, choice.workspace) == (plan.symbol, plan.workspace.bytes)
+    with device(0).current():
+        status, opened = host.opened()
+        assert status == 0, host.text
+        log.clear()
+        assert host.launched(opened, call, WORKSPACE, choice.workspace, STREAM) == 0, host.text
+        found = compared(log)
+        host.close(opened)
+    return found, front_ends.plan_calls(log, plan, problem, seeds | made_up(problem, ADDRESSES))
+
+
+@functools.cache
+def library(archs: str = ANY_ARCH) -> tuple[Bundle, LibraryHost]:
+    """The library of the problems of calls.txt whose kernels are for these targets.
+
+    Compiled with the sanitizers of undefined arithmetic alone, which compile fast; test_library_builds has all.
+    """
+    if fake_driver.compiler() is None:
+        pytest.skip("no C compiler to build the library with")
+    calls = ((row, direction) for row in front_ends.rows() for direction in row.directions)
+    found = [row.problems(direction)[0] for row, direction in calls if not row.has_split_grids(direction)]
+    problems = tuple(each for problem in found if archs_of(problem) == archs for each in with_tables(problem))
+    folder = Path(_folder.name, archs)
+    bundle = exported(folder / "made", problems, archs)
+    names = "signed-integer-overflow,integer-divide-by-zero,shift,float-cast-overflow"
+    options = f"-fsanitize={names}", "-fno-sanitize-recover=all"
+    return bundle, LibraryHost(compiled(bundle, folder / "attention.so", *options))
+
+
+def archs_of(problem: Problem) -> str:
+    """The targets that have kernels for the problem: sm_90a alone has some for e4m3 operands and latent codes."""
+    return "sm_90a" if problem.dtype == FLOAT8 or problem.key_rope is not None else ANY_ARCH
+
+
+def with_tables(problem: Problem) -> Iterator[Problem]:
+    """The problem; of pages also with a list of them, and with results that no other sequence changes."""
+    yield problem
+    if problem.pages is not None and not problem.pages.cu_seqlens_q:
+        yield problem.replace(pages=replace(problem.pages, invariant=True))
+        yield listed(problem)
+
+
+def listed(problem: Problem) -> Problem:
+    """The problem with the pages of all sequences in one list."""
+    assert problem.pages is not None
+    table = Tensor.contiguous((problem.pages.table_entries,), "int32")
+    return problem.replace(pages=replace(problem.pages, page_table=table, page_indptr=True))

@@ -16,7 +16,7 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import compiler
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from tools.release import digests, record
 

@@ -110,3 +110,20 @@ def call_of(problem: Problem, plan: Plan, ordinal: int = 0) -> Call:
 def compared(log: fake_driver.FakeDriver) -> list[tuple[Any, ...]]:
     """Returns the calls that decide what happens on the device, in order."""
     return [(call.name, call.text, call.numbers, call.parameters) for call in log.calls if call.name in COMPARED]
+
+
+def launches_of_both(log: fake_driver.FakeDriver, call: Call) -> list[tuple[Any, ...]]:
+    """Launches that both handlers make: C leaves the first to Python; other addresses give other launches."""
+    found: list[list[tuple[Any, ...]]] = []
+    for launch in (call.native, call.native, call.python):
+        log.clear()
+        assert not launch(call.addresses(1))
+        found.append(compared(log))
+    assert found[0] == found[1] == found[2]
+    log.clear()
+    call.python(call.addresses(2))
+    others = compared(log)
+    log.clear()
+    assert call.native(call.addresses(2)) == ""
+    assert compared(log) == others != found[0]
+    return found[0]

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cutlass_py_attn.kernels.common import paged_tile_copy, params, seqlen_info
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 SYMBOL = "paged_rows"
 FIELDS = ("num_keys", "key", "value")

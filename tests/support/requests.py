@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cutlass_py_attn.api.attention import problem_of
 from cutlass_py_attn.api.options import BackwardOptions, ForwardOptions, VariableLength, check_options
-from cutlass_py_attn.api.request import problem_of
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.runtime import arrays

@@ -10,9 +10,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass_py_attn.kernels.common import masking, params, seqlen_info
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod
-from cutlass_py_attn.kernels.component_gemms import matmul_qk
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.component_gemms.products import matmul_qk
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 SYMBOL = "modified_scores"
 BATCH, HEAD = 1, 1  # of the scores that are computed

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cutlass_py_attn.kernels.common import params, seqlen_info
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 SYMBOL = "seqlen_infos"
 FIELDS = ("query_start", "num_queries", "key_start", "stored_keys", "num_keys", "first_tile")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cutlass_py_attn.bundle.files import Bundle
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from tests.support import fake_driver
 from tests.support.c_compiler import WARNINGS, build, compiler
 

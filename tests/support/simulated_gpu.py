@@ -24,8 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.plan import abi, entry_points
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.launch import abi, entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.runtime import binding
@@ -168,7 +170,7 @@ class Catalogue:
         ]
         if not plans:
             raise ValueError(f"{symbol}: the parameters are those of no plan")
-        maps = entry_points.tensor_maps(build) if entry_points.has_tensor_maps(build, role) else ()
+        maps = kernel_of(build).tensor_maps(build) if entry_parameters.has_tensor_maps(build, role) else ()
         addresses = np.frombuffer(parameters[: len(maps) * abi.TENSOR_MAP_BYTES], np.uint64)
         starts = addresses[:: abi.TENSOR_MAP_BYTES // 8].tolist()
         fields = [entry_points.mapped_field(name) for name in maps]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
-from cutlass_py_attn.api import attention, call_cache, repeated_calls, serving
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.arrays import DeviceArray
 from tests.support.fake_driver import FakeDriver
@@ -22,7 +22,7 @@ CONTEXT = 0xC0  # of the fake driver's first GPU
 
 def clear_caches() -> None:
     """Forgets every call and every bound kernel."""
-    for cache in (call_cache._calls, repeated_calls._calls, attention._prepared_calls, serving._prepared):
+    for cache in (calls._repeated, calls._prepared):
         cache.clear()
 
 

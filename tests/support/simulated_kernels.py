@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.integers import round_up
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import UNLIMITED, Causal, Full, Mask, Window
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 from cutlass_py_attn.reference import numpy_reference, paged, serving

@@ -11,8 +11,8 @@ from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.kernels.common.softmax import multiply_rows
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 SYMBOL = "row_statistics"
 TILES, ROWS, COLUMNS = 2, 2, 32  # of scores that a thread holds; a quad has COLUMNS of each of its four threads

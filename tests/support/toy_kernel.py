@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 
 GLOBAL = cutlass.AddressSpace.gmem
 FAULTS = ("local_array", "spills", "static_memory", "other_block", "other_symbol", "other_struct", "raises")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.compilation import compiler, registry
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 
 
 def compile_traced(build: Build, trace: Callable[[Build], tuple[Any, tuple[Any, ...]]]) -> compiler.CompilerOutput:

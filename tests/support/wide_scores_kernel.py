@@ -9,13 +9,13 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.common import params, seqlen_info
 from cutlass_py_attn.kernels.common.wgmma import Wgmma
-from cutlass_py_attn.kernels.component_gemms import matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import matmul_qk
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.wide_scores import WideScores
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_wide_backward import Gradient
+from cutlass_py_attn.kernels.sm90_wide.backward_layout import Gradient
+from cutlass_py_attn.kernels.sm90_wide.scores import WideScores
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 
 SYMBOL = "wide_scores"
 HEAD = 1  # the query head whose scores these are

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from cutlass_py_attn.api import cpu_backend
+from cutlass_py_attn.api.attention import AttentionRequest
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.jax import handler
@@ -64,13 +65,7 @@ def _compute(payload: Payload, addresses: list[int], results: list[int]) -> None
     given = {name: _view(at, *_kind(problem, name)) for name, at in zip(payload.operands, addresses, strict=True)}
     options = _options(problem, given)
     given.pop(handler.PHILOX, None)
-    found: dict[str, Any]
-    if problem.direction == "forward":
-        output, logsumexp = cpu_backend.forward(given, options)
-        found = {"output": output, "logsumexp": logsumexp}
-    else:
-        gradients = cpu_backend.backward(given, options)
-        found = {f"grad_{name}": getattr(gradients, name) for name in problem.gradients}
+    found = cpu_backend.compute(AttentionRequest(problem.direction, given, options))
     for name, at in zip(payload.results, results, strict=True):
         if name != handler.WORKSPACE:
             _view(at, found[name].shape, str(found[name].dtype))[...] = found[name]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.artifact import Artifact, Folder
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
 from tools.bench import bench_host

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing.cases import Case
 from tests.cases import random_cases
@@ -474,7 +474,7 @@ def test_a_renamed_module_changes_no_digest(tmp_path: Path) -> None:
         return digests.files_sha256(folder, sorted(str(path.relative_to(folder)) for path in folder.rglob("*.py")))
 
     before = digest()
-    (folder / "sm90/chunk_ring.py").rename(folder / "sm90/ring_of_chunks.py")
+    (folder / "sm90_wide/chunk_ring.py").rename(folder / "sm90/ring_of_chunks.py")
     for path in folder.rglob("*.py"):
         path.write_text(re.sub(r"\bsm90\.chunk_ring\b", "sm90.ring_of_chunks", path.read_text()))
     assert digest() == before

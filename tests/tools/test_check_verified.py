@@ -12,10 +12,10 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_forward
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape

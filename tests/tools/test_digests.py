@@ -103,7 +103,7 @@ def test_where_a_statement_stands_does_not_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["{}\n\nB = 2\n", "def f():\n    {}\n    return g()\n"])
 def test_imports_count_by_the_names_that_they_give(tmp_path: Path, line: str) -> None:
-    own = "from cutlass_py_attn.plan.tiles import g"
+    own = "from cutlass_py_attn.launch.abi import g"
     moved = "from cutlass_py_attn.plan.tile_tables import g"
     assert digest(tmp_path, line.format(own)) == digest(tmp_path, line.format(moved))
     assert digest(tmp_path, line.format(own)) != digest(tmp_path, line.format(own.replace("import g", "import h as g")))
@@ -126,8 +126,16 @@ def test_the_launch_covers_parameters_launchers_and_plans() -> None:
     found = digests.launch_files(ROOT)
     names = ("params", "fill", "binding", "plan_launchers", "kernel_launch", "driver_calls", "tensor_maps", "driver")
     assert {f"cutlass_py_attn/runtime/{name}.py" for name in names} <= set(found)
-    plans = ("planner", "launch_rules", "abi", "entry_points", "tiles", "sm80", "sm90", "decode", "split_kv")
-    assert {f"cutlass_py_attn/plan/{name}.py" for name in plans} <= set(found)
+    plans = (
+        "plan/planner",
+        "plan/launch_rules",
+        "kernels/sm90_family/tiles",
+        "launch/abi",
+        "launch/entry_points",
+        "launch/split_kv",
+    )
+    kernels = ("kernels/sm80/kernel", "kernels/sm90/kernel", "kernels/decode/kernel")
+    assert {f"cutlass_py_attn/{name}.py" for name in (*plans, *kernels)} <= set(found)
 
 
 def test_the_checks_cover_the_verifier_the_random_cases_and_what_they_import() -> None:

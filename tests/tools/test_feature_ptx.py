@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from cutlass_py_attn.compilation import compiler
 from cutlass_py_attn.compilation import registry as compilation_registry
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import VARIANTS
+from cutlass_py_attn.kernels.catalogue import KERNELS
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.score_terms import registry
 from tests.compile.test_compiler import TOY
@@ -61,19 +63,19 @@ def without(builds: Iterable[Build], feature: str) -> list[Build]:
 @pytest.mark.parametrize("feature", [*registry.LAYOUTS, *(term.name for term in registry.BUILT_IN)])
 def test_a_feature_without_a_case_is_missing_from_each_body_that_has_it(feature: str) -> None:
     """A body without any case lacks its other parts too."""
-    bodies = [body for body in VARIANTS.values() if feature in body.features and body.kind in DIRECTIONS]
+    bodies = [body for body in KERNELS.values() if feature in body.features and body.kind in DIRECTIONS]
     lines = feature_ptx.missing(without(BUILDS.values(), feature))
     assert bodies
     for body in bodies:
-        name = " ".join(filter(None, (body.family, body.kind, body.name)))
+        name = " ".join(filter(None, (body.family, body.kind, body.variant)))
         assert f"{name}: no case has {feature}" in lines
 
 
 def test_a_new_feature_of_a_body_needs_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of what the committed features are compared with, the registry and the variants, is read from them."""
-    monkeypatch.setattr(registry, "supported", lambda kernels: ("temperature",) if kernels == "sm90 forward" else ())
-    bodies = "sm90 forward", "sm90 forward e4m3_cache"
-    assert feature_ptx.missing(BUILDS.values()) == [f"{name}: no case has temperature" for name in bodies]
+    """What the committed features are compared with is what the catalogue says."""
+    kernel = dataclasses.replace(sm90.FORWARD, terms=(*sm90.FORWARD.terms, "temperature"))
+    monkeypatch.setitem(KERNELS, ("forward", "sm90", ""), kernel)
+    assert feature_ptx.missing(BUILDS.values()) == ["sm90 forward: no case has temperature"]
 
 
 def test_same_kernels_give_no_line(recorded: Path) -> None:

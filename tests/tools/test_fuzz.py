@@ -13,9 +13,9 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import DriverError, Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import E4M3_CACHE, WIDE
 from cutlass_py_attn.plan.planner import builds_on, plan, plans_on
-from cutlass_py_attn.plan.variants import E4M3_CACHE, WIDE
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case

@@ -109,7 +109,9 @@ def test_the_code_of_a_test() -> None:
     """What it shares with other tests, what it reads kernels with, and where it has numbers from."""
     found = machine_code.files_of_test(TEST)
     assert {"tests/compile/test_decode.py", "tests/support/machine_code.py", "tests/support/fakes.py"} <= {*found}
-    package = (f"cutlass_py_attn/{name}.py" for name in ("compilation/cubin", "runtime/params", "plan/decode_smem"))
+    package = (
+        f"cutlass_py_attn/{name}.py" for name in ("compilation/cubin", "runtime/params", "kernels/decode/layout")
+    )
     assert {*package} <= {*found}
     assert machine_code.PLANNER not in found
     assert machine_code.code_of_test(TEST) == digests.files_sha256(machine_code.ROOT, found)

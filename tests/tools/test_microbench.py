@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.runtime import driver
 from tests.support.fake_driver import FakeDriver
 from tools.lab.microbench import __main__ as microbench

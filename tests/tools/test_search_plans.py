@@ -13,10 +13,10 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import CompileError, DriverError, NotSupported, Stale
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.runtime import arrays, driver
 from tests.support import fakes
@@ -26,7 +26,8 @@ from tools.tuning import plan_rows, plan_space, plan_timing, search_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL, WIDER = "bf16_d96v64_s200_b75_h2_causal", "bf16_d128_s64_b2_h2_causal"
-TAKEN, OTHER, SPILLED, UNFIT = "64x128x16:3,2@5", "64x128x16:2,2@5", "64x128x16:2,1@5", "128x128x16:2,1@5"
+TAKEN, OTHER = "64x128x16:3,2@5-plain", "64x128x16:2,2@5-plain"
+SPILLED, UNFIT = "64x128x16:2,1@5-plain", "128x128x16:2,1@5-plain"
 
 
 def problem_of(name: str, direction: str = "backward", family: str = "sm90") -> Any:
@@ -83,10 +84,10 @@ def test_the_grid_holds_tiles_that_fit_and_names_what_rules_out_the_others(
 @pytest.mark.parametrize(
     ("direction", "tile", "said"),
     [
-        ("backward", UNFIT, "accumulators = 256 registers a thread: 208 are left"),
-        ("backward", "64x64x16:2,2", "tile_n = 64: each warpgroup owns 64 keys; use 128"),
-        ("backward", "64x128x16:3,2+per_head", "variant = 'per_head': the standard variant is faster"),
-        ("forward", "192x128x12:2", "tile_m = 192: each warpgroup owns 64 rows"),
+        ("backward", UNFIT, "accumulators = 256 (int): 208 registers"),
+        ("backward", "64x64x16:2,2", "tile_n = 64 (int): each warpgroup owns 64 keys; use 128"),
+        ("backward", "64x128x16:3,2+per_head", "variant = 'per_head' (str): the standard variant is faster"),
+        ("forward", "192x128x12:2", "tile_m = 192 (int): each warpgroup owns 64 rows"),
     ],
 )
 def test_a_tile_that_cannot_run_is_never_compiled(direction: str, tile: str, said: str) -> None:
@@ -143,7 +144,7 @@ def test_build_keeps_every_tile_beside_the_others(folder: Path) -> None:
     assert not search_plans.folder_of(folder, SPILLED).all()
     assert list((folder / "forward" / "sm_90a").glob("fwd_sm90_bf16_d96v64_causal_*.cubin"))
     shown = search_plans.built(search).splitlines()
-    assert shown[3:] == [f"  {SPILLED}          {SPILLED} spills", "  tiles that do not fit: 1; search.json says why"]
+    assert shown[3:] == [f"  {SPILLED}    {SPILLED} spills", "  tiles that do not fit: 1; search.json says why"]
 
 
 def test_what_ptxas_objects_to_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +247,7 @@ def test_a_wrong_result_is_listed_and_not_timed(
 ) -> None:
     results[1] = 1.05
     assert run(monkeypatch, "--kernels", str(folder)) == 1
-    assert f"  {OTHER}          wrong: grad_query is " in capsys.readouterr().out
+    assert f"  {OTHER}    wrong: grad_query is " in capsys.readouterr().out
 
 
 def test_what_is_never_written_is_wrong(
@@ -281,15 +282,17 @@ def test_a_fault_names_the_candidate(
     assert capsys.readouterr().err == f"candidate {OTHER}: an illegal instruction; leave it out with --tiles\n"
 
 
+@pytest.mark.parametrize("tile", [SPILLED, SPILLED.removesuffix("-plain")], ids=["no options", "any options"])
 def test_tiles_chooses_what_is_timed_beside_the_row(
+    tile: str,
     graphs: FakeDriver,
     folder: Path,
     results: list[float],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(monkeypatch, "--kernels", str(folder), "--tiles", SPILLED) == 0
-    assert f"  {OTHER}          not asked for" in capsys.readouterr().out
+    assert run(monkeypatch, "--kernels", str(folder), "--tiles", tile) == 0
+    assert f"  {OTHER}    not asked for" in capsys.readouterr().out
 
 
 def test_kernels_of_other_sources_are_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -353,7 +356,7 @@ def line_of(tile: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_row_is_measured_by_a_run_that_compared_it() -> None:
-    row = f"tile table, sm90 backward to head dim 128, {TAKEN}"
+    row = f"tile table, sm90 backward to head dim 128, {TAKEN.removesuffix('-plain')}"
 
     def state(*lines: dict[str, Any]) -> str:
         found = plan_rows.states(lines, "s")

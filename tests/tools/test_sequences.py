@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.api import attention, call_cache
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.runtime import arrays, binding, driver, fill, frameworks, lifetimes, output_checks, params
 from tests.support import simulated_kernels
 from tests.support.fake_driver import FakeDriver
@@ -91,7 +91,7 @@ def ignores_out(patch: Patch) -> None:
 
 
 def caches_without_strides(patch: Patch) -> None:
-    """The key of the call cache has no strides."""
+    """The key of a repeated call has no strides."""
 
     def key(self: Any, array: Any) -> Any:
         return array.shape, array.dtype, array.device if hasattr(array, "device") else 0
@@ -101,18 +101,19 @@ def caches_without_strides(patch: Patch) -> None:
 
 
 def caches_without_stream(patch: Patch) -> None:
-    """A cached call is launched on the default stream."""
-    call = call_cache.CachedCall.__call__
+    """A repeated call is launched on the default stream."""
+    repeat = calls.PreparedCall.repeat
 
-    def launched(self: call_cache.CachedCall, operands: Any, stream: object) -> Any:
-        bound = self._bound
-        self._bound = lambda pointers, current: bound(pointers, 0)  # type: ignore[assignment]
+    def launched(self: calls.PreparedCall, *arguments: Any) -> Any:
+        bound = self.bound
+        assert bound is not None
+        self.bound = lambda pointers, current: bound(pointers, 0)  # type: ignore[assignment]
         try:
-            return call(self, operands, stream)
+            return repeat(self, *arguments)
         finally:
-            self._bound = bound
+            self.bound = bound
 
-    patch.setattr(call_cache.CachedCall, "__call__", launched)
+    patch.setattr(calls.PreparedCall, "repeat", launched)
 
 
 def keeps_old_addresses(patch: Patch) -> None:
@@ -130,7 +131,7 @@ def clears_no_ragged_rows(patch: Patch) -> None:
 
 def accepts_overlapping_results(patch: Patch) -> None:
     """A call that must be refused is launched."""
-    patch.setattr(output_checks, "reasons", lambda *_: [])
+    patch.setattr(output_checks, "refusals", lambda *_: [])
 
 
 def leaves_an_event(patch: Patch) -> None:
@@ -148,7 +149,7 @@ def leaves_an_event(patch: Patch) -> None:
 
 def leaves_the_context(patch: Patch) -> None:
     """A refused call leaves another context current."""
-    prepare = attention.prepare
+    prepare = calls.prepare
 
     def refused(*arguments: Any) -> Any:
         try:
@@ -157,7 +158,7 @@ def leaves_the_context(patch: Patch) -> None:
             driver.call("cuCtxSetCurrent", driver.device(1).context)
             raise
 
-    patch.setattr(attention, "prepare", refused)
+    patch.setattr(calls, "prepare", refused)
 
 
 def writes_ahead_of_the_result(patch: Patch) -> None:

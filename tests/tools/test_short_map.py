@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.bench import cases, peers
+from cutlass_py_attn.bench import cases, harness
 from cutlass_py_attn.errors import DriverError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.spec import parse
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
+from tools.bench import peers
 from tools.lab import short_map, short_map_plots
 from tools.release import build_ptx, record
 
@@ -24,10 +25,10 @@ NAMES = ("bf16_d64_s64_b1_h4_full", "bf16_d64_s197_b8_h4_causal")
 VERSIONS = {"cudnn": "cuDNN 9.19.0 of torch 2.11.0", "fa4": "FlashAttention-4 4.0.0"}
 
 
-def measured(*arguments: Any) -> Iterator[peers.Measurement]:
+def measured(*arguments: Any) -> Iterator[harness.Measurement]:
     """cuDNN takes 0.25 ms; FlashAttention-4 refuses."""
-    yield peers.Measurement("cudnn", VERSIONS["cudnn"], 0.25)
-    yield peers.Measurement("fa4", VERSIONS["fa4"], None, "no")
+    yield harness.Measurement("cudnn", VERSIONS["cudnn"], 0.25)
+    yield harness.Measurement("fa4", VERSIONS["fa4"], None, "no")
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact, Folder, Kernel
 from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
-from cutlass_py_attn.plan import entry_points, planner
-from cutlass_py_attn.plan.build import Build, build_from
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.build import Build, build_from
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Launch
 from cutlass_py_attn.runtime import binding, driver, kernel_launch
 from cutlass_py_attn.testing import component_gemms, e4m3_inputs, guarded_check

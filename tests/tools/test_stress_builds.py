@@ -15,7 +15,7 @@ import pytest
 from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.compilation import cubin
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.plan.build import Build, build_from
+from cutlass_py_attn.launch.build import Build, build_from
 from tests.support.ptx_threads import Array, Threads
 from tools.lab.race import stress_builds
 from tools.lab.race.stress_builds import Delay, delays, roles, with_delay

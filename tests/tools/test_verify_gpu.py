@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.testing import accuracy, check, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import ARCH, Case

@@ -14,7 +14,7 @@ import pytest
 
 from cutlass_py_attn.artifact import Folder, NoPermission
 from cutlass_py_attn.errors import AttentionError, Stale
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.abi_digest import abi_digest
 from cutlass_py_attn.runtime.binding import bind
 from tests.support import crafted_json, fakes

@@ -17,6 +17,7 @@ import pytest
 import cutlass_py_attn
 from cutlass_py_attn import attention_forward
 from cutlass_py_attn.errors import AttentionError, DoesNotFit, DriverError, NotSupported
+from cutlass_py_attn.refusals import refuse
 from cutlass_py_attn.runtime import driver
 
 ROOT = Path(cutlass_py_attn.__file__).parent
@@ -99,7 +100,10 @@ def test_an_error_is_the_same_again(module: str, name: str, again: Callable[[Exc
 
 def test_attributes_are_those_that_were_given() -> None:
     assert pickle.loads(pickle.dumps(NotSupported(["a", "b"]))).reasons == ("a", "b")
-    assert pickle.loads(pickle.dumps(DoesNotFit(["a", "b"]))).objections == ("a", "b")
+    assert pickle.loads(pickle.dumps(DoesNotFit(["a", "b"]))).reasons == ("a", "b")
+    refused = NotSupported([refuse("scale", "x", "must be a number", "pass one"), "a sentence"])
+    again = pickle.loads(pickle.dumps(refused))
+    assert (again.refusals, again.reasons, str(again)) == (refused.refusals, refused.reasons, str(refused))
     assert pickle.loads(pickle.dumps(DriverError("text", 2))).code == 2
     assert "multiprocessing.get_context('spawn')" in str(pickle.loads(pickle.dumps(driver.ForkedChild())))
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn import load_bundle
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bundle import files, reading, replacing
@@ -116,7 +116,7 @@ def untouched(log: FakeDriver, arrays: list[np.ndarray[Any, Any]], failed_alloca
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
     monkeypatch.setattr(binding, "_libraries", {})
 
 

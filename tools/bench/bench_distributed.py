@@ -30,8 +30,8 @@ from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.bench import harness
 from cutlass_py_attn.compilation.compiler import artifact_for
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cutlass_py_attn.api.attention import attention_backward, attention_forward, default_kernels
+from cutlass_py_attn.api.attention import attention_backward, attention_forward
+from cutlass_py_attn.api.calls import default_kernels
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.bench.harness import captured_launches

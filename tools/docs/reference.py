@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any, Final
 
-from griffe import Docstring, GriffeLoader, Module
+from griffe import Docstring, Function, GriffeLoader, Module, Parameter, ParameterKind, Parameters
 from griffe2md import ConfigDict, render_object_docs
 
 PACKAGE: Final = "cutlass_py_attn"
@@ -70,8 +71,9 @@ def load() -> Module:
 
 
 def exports(module: Any) -> list[str]:
-    """Returns the names in a module's `__all__`, sorted without regard to case."""
-    return sorted(map(str, module.exports or ()), key=str.lower)
+    """Returns the names in a module's `__all__`, or those that it imports lazily; sorted without regard to case."""
+    lazy = (name for name, path in module.imports.items() if path.startswith(f"{PACKAGE}.") and path.count(".") > 1)
+    return sorted(map(str, module.exports or lazy), key=str.lower)
 
 
 def _front(package: Module) -> Iterator[str]:
@@ -106,6 +108,8 @@ def _sections(package: Module) -> Iterator[str]:
 def _entries(objects: Iterable[Any]) -> Iterator[str]:
     for found in objects:
         target = found.final_target if found.is_alias else found
+        if isinstance(target, Function):
+            _show_options(target)
         for documented in (target, *target.members.values()):
             if not documented.is_alias and documented.docstring:
                 documented.docstring = _with_lists(documented.docstring, documented)
@@ -113,9 +117,26 @@ def _entries(objects: Iterable[Any]) -> Iterator[str]:
         yield render_object_docs(target, CONFIG).strip().replace("```python\n", "```python signature\n") + "\n"
 
 
+def _show_options(function: Function) -> None:
+    """Puts the keywords that help() shows in place of the `**options` of a function that `takes_options` decorates."""
+    called = getattr(import_module(function.module.path), function.name)
+    if hasattr(called, "__signature__"):
+        function.parameters = Parameters(
+            *(
+                Parameter(
+                    name,
+                    annotation=shown.annotation,
+                    kind=ParameterKind[shown.kind.name.lower()],
+                    default=None if shown.default is shown.empty else repr(shown.default),
+                )
+                for name, shown in called.__signature__.parameters.items()
+            )
+        )
+
+
 def _with_lists(docstring: Docstring, documented: Any) -> Docstring:
     """Makes a Markdown list of the lines `name: meaning` that describe parameters or fields."""
-    known = {parameter.name for parameter in getattr(documented, "parameters", ())} | set(documented.members)
+    known = {parameter.name for parameter in getattr(documented, "parameters", ())} | set(documented.all_members)
     lines = []
     for line in docstring.value.splitlines():
         match = PARAMETER.match(line)

@@ -9,8 +9,8 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 
 from cutlass_py_attn.inspection.facts import shared_memory_rows
+from cutlass_py_attn.launch.build import STEPS
 from cutlass_py_attn.plan.planner import plan_backward
-from cutlass_py_attn.plan.smem_maps import STEPS
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape

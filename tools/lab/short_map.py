@@ -19,13 +19,14 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Final
 
-from cutlass_py_attn.api.attention import default_kernels
+from cutlass_py_attn.api.calls import default_kernels
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.bench import cases as bench_cases
-from cutlass_py_attn.bench import harness, peers, timing
+from cutlass_py_attn.bench import harness, timing
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.runtime import driver
+from tools.bench import peers
 from tools.release import build_ptx, record
 
 RESULTS: Final = "tools/bench/results/short_map.json"
@@ -66,7 +67,7 @@ def measure(specs: Sequence[ProblemSpec], kernels: harness.Kernels) -> Iterator[
     timed = functools.partial(timing.unpaused, samples=SAMPLES)
     for case in specs:
         try:
-            rows = list(harness.measure_with(timed, case, kernels, CALLS))
+            rows = list(harness.measure_with(timed, case, kernels, CALLS, peers.measure))
         except AttentionError as error:
             print(f"{case.name}: {error}", file=sys.stderr)
             continue

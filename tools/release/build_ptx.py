@@ -23,12 +23,11 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.planning import plan_component_gemm
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH, MULTICAST_LENGTH
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
 from tests.cases import decode_cases, distance_squared, serving_cases, suite

@@ -29,8 +29,8 @@ from typing import Any, Final
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.plan.build import Build, build_from
-from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.launch.build import Build, build_from
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels

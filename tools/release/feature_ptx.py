@@ -19,12 +19,16 @@ from typing import Final
 from cutlass_py_attn.compilation import compiler
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import BreaksPlan, CompileError
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
+from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
+from cutlass_py_attn.kernels.sm80 import kernel as sm80
+from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_D, STANDARD
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
-from cutlass_py_attn.plan.variants import SPLIT_D, STANDARD, VARIANTS, Variant
 from cutlass_py_attn.problem.masks import FORMS
-from cutlass_py_attn.problem.tensors import DIRECTIONS, OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case
 from tools.release import features, record
@@ -144,20 +148,20 @@ def missing(found: Iterable[Build]) -> list[str]:
     """Returns a line for each part of a kernel body that none of the builds has."""
     has: dict[str, set[str]] = {}
     for build in found:
-        has.setdefault(_body_name(build.body, build.score_rows > 0), set()).update(_parts(build))
+        has.setdefault(_kernel_name(kernel_of(build), build.score_rows > 0), set()).update(_parts(build))
         if build.grad_bias_mode not in ("", "main"):
             has.setdefault("separate grad_bias", set()).update(build.features)
-    needed = {_body_name(body): _parts_of_body(body) for body in VARIANTS.values() if body.kind in DIRECTIONS}
-    wide = VARIANTS["backward", "sm90", STANDARD]
-    needed[_body_name(wide, True)] = {*registry.LAYOUTS, *registry.supported("sm90 backward score_rows")}
-    needed["separate grad_bias"] = set(VARIANTS["backward", "sm80", STANDARD].features)
+    fused = (kernel for kernel in KERNELS.values() if isinstance(kernel, FusedKernel))
+    needed = {_kernel_name(kernel): _parts_of_kernel(kernel) for kernel in fused}
+    needed[_kernel_name(sm90.SCORE_ROWS_BACKWARD, True)] = set(sm90.SCORE_ROWS_BACKWARD.features)
+    needed["separate grad_bias"] = set(sm80.BACKWARD.features)
     return [
         f"{name}: no case has {part}" for name, parts in needed.items() for part in sorted(parts - has.get(name, set()))
     ]
 
 
-def _body_name(body: Variant, has_score_rows: bool = False) -> str:
-    return " ".join(filter(None, (body.family, body.kind, body.name, "score_rows" if has_score_rows else "")))
+def _kernel_name(kernel: Kernel, has_score_rows: bool = False) -> str:
+    return " ".join(filter(None, (kernel.family, kernel.kind, kernel.variant, "score_rows" if has_score_rows else "")))
 
 
 def _parts(build: Build) -> set[str]:
@@ -170,18 +174,18 @@ def _parts(build: Build) -> set[str]:
     return found | ({"float32"} if build.dtype == "float32" else set())
 
 
-def _parts_of_body(body: Variant) -> set[str]:
-    """Returns what a body's cases must have together."""
-    found = set(body.features)
-    if body.name == STANDARD:
+def _parts_of_kernel(kernel: Kernel) -> set[str]:
+    """Returns what a kernel's cases must have together."""
+    found = set(kernel.features)
+    if kernel.variant == STANDARD:
         found |= {f"{form} mask" for form in FORMS}
-    if body.kind == "backward":
+    if kernel.kind == "backward":
         gradients = (*OPERANDS, *registry.gradients())
-        found |= {f"gradient of {name}" for name in gradients if name in OPERANDS or name in body.features}
-        found |= {"deterministic"} if body.name in (STANDARD, SPLIT_D) else set()
-    if (body.family, body.name) == ("sm80", STANDARD):
+        found |= {f"gradient of {name}" for name in gradients if name in OPERANDS or name in kernel.features}
+        found |= {"deterministic"} if kernel.variant in (STANDARD, SPLIT_D) else set()
+    if (kernel.family, kernel.variant) == ("sm80", STANDARD):
         found |= {"float32", "rows aligned to less than 16 bytes"}
-        if body.kind == "backward":
+        if kernel.kind == "backward":
             found |= {f"grad_bias_mode {mode}" for mode in ("main", "none", "sum")}
     return found
 
@@ -218,7 +222,7 @@ def compiled_entry(build: Build) -> record.Json:
 def keep(build: Build, output: compiler.CompilerOutput) -> None:
     """Caches a kernel, as tests need some of them. Not one with findings: `compile` tries other allocations then."""
     with suppress(BreaksPlan):
-        Cache().put(compiler.artifact_of(build, build, output))
+        Cache().put(compiler.checked_artifact(build, build, output))
 
 
 def read(root: Path) -> record.Json | None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from cutlass_py_attn.plan import decode
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import SPLIT_D
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import SPLIT_D
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.tensors import OPERAND_NAMES
 from cutlass_py_attn.testing.cases import Case

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from cutlass_py_attn.bench.harness import commit
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, kernels_from

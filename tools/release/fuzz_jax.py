@@ -55,7 +55,7 @@ from cutlass_py_attn.artifact import Artifact, Folder  # noqa: E402
 from cutlass_py_attn.bench.harness import commit  # noqa: E402
 from cutlass_py_attn.compilation.turns import artifact_for  # noqa: E402
 from cutlass_py_attn.errors import NotSupported  # noqa: E402
-from cutlass_py_attn.plan.build import Build  # noqa: E402
+from cutlass_py_attn.launch.build import Build  # noqa: E402
 from tools.docs import attempts  # noqa: E402
 from tools.release.jax_programs import (  # noqa: E402
     FORWARD,

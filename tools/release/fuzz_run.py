@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import AttentionError, CompileError, DriverError, Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import guarded_check
 from cutlass_py_attn.testing.cases import Case

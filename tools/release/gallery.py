@@ -12,9 +12,9 @@ from pathlib import Path
 from cutlass_py_attn.bench import cases
 from cutlass_py_attn.cli import catalogue
 from cutlass_py_attn.inspection.occupancy import occupancy
-from cutlass_py_attn.kernels.component_gemms.planning import spec_of
+from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
+from cutlass_py_attn.launch.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tools.release import record

@@ -17,8 +17,8 @@ from typing import Final
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import AttentionError, CompileError, Stale
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import ROW_KINDS, Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import ROW_KINDS, Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES

@@ -13,7 +13,7 @@ from typing import Any
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import registry
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.runtime import driver
 from tools.release import digests

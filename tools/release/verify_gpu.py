@@ -14,11 +14,12 @@ import numpy as np
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import AttentionError, Stale
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.sm90_family.tile_time import MULTICAST_LENGTH
+from cutlass_py_attn.launch.build import ROW_KINDS, Build, build_from
+from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import ROW_KINDS, Build, build_from
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.variants import PER_HEAD, QUERY_HEADS, WIDE
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import accuracy, check, component_gemms, device_memory, guarded_check
 from cutlass_py_attn.testing.cases import Case
@@ -121,7 +122,7 @@ def _repeat_sizes(build: Build) -> dict[str, int]:
     """Returns sizes of a problem for which the planner selects the kernel."""
     if build.variant == PER_HEAD:
         return covering_cases.MANY_HEADS
-    return LONG_SIZES if build.body.lengths == "long" else REPEAT_SIZES
+    return LONG_SIZES if kernel_of(build).lengths == "long" else REPEAT_SIZES
 
 
 def only(build: Build, kernels: check.Kernels) -> check.Kernels:

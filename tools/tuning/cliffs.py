@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
+from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.plan import performance, planner
-from cutlass_py_attn.plan.arch import ARCHITECTURES
-from cutlass_py_attn.plan.decode_smem import MAX_QUERIES
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.problem.problem import Problem

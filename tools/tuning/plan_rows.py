@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.plan import tiles as tile_tables
-from cutlass_py_attn.plan.tile_config import TileConfig
+from cutlass_py_attn.kernels.problem_kind import ProblemKind
+from cutlass_py_attn.kernels.sm90_family import tiles as tile_tables
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from tools.release import record
 
@@ -14,6 +16,8 @@ LOG: Final = "tools/bench/results/plans.jsonl"
 # Cases that together use every tile of the tables.
 CASES: Final[dict[str, tuple[str, ...]]] = {
     "forward": (
+        "bf16_d32_s8192_b4_h32_causal",
+        "bf16_d32_s197_b256_h12_full",
         "bf16_d64_s8192_b4_h32_causal",
         "bf16_d64_s197_b256_h12_full",
         "bf16_d96_s8192_b4_h16_causal",
@@ -88,12 +92,16 @@ TableKey = tuple[str, int]
 
 
 def rows() -> Iterator[tuple[TableKey, TileConfig]]:
-    """Yields (table name, widest head dim) and tile for every tile of the sm90 tables; shared tables occur once."""
+    """Yields (table name, widest head dim) and tile of every row of the sm90 tables; shared tables occur once.
+
+    The tiles leave their options open.
+    """
     seen: set[int] = set()
     for name, table in tile_tables.SM90.items():
-        for head_dim, tiles in table.items():
-            if id(tiles) not in seen:
-                seen.add(id(tiles))
+        for head_dim, listed in table.items():
+            if id(listed) not in seen:
+                seen.add(id(listed))
+                tiles = dict.fromkeys(replace(row.tile, options=None) for row in listed)
                 yield from (((name, head_dim), tile) for tile in tiles)
 
 
@@ -119,9 +127,9 @@ def states(lines: Iterable[record.Json], sources: str) -> dict[str, str]:
     compared: dict[tuple[int, str], record.Json] = {}
     for line in kept:
         if runs[_run(line)] > 1:
-            key = tile_tables.table_key(spec.parse(line["case"]).problem(line["direction"]))
+            kind = ProblemKind.of(spec.parse(line["case"]).problem(line["direction"]))
             tile, _, _ = line["tile"].partition("-")
-            compared[_identity(key), tile] = line
+            compared[_identity(tile_tables.table_key(kind)), tile] = line
     found = {}
     for key, tile in rows():
         last = compared.get((_identity(key), str(tile)))
@@ -142,6 +150,6 @@ def _run(line: record.Json) -> tuple[str, str, str]:
 
 
 def _identity(key: TableKey) -> int:
-    """Returns the same number for all keys whose tiles are one tuple."""
+    """Returns the same number for all keys whose rows are one tuple."""
     name, head_dim = key
     return id(tile_tables.SM90[name][head_dim])

@@ -9,17 +9,19 @@ from typing import Any, Final
 
 from cutlass_py_attn.bench import cases as bench_cases
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import planner, resources, sm90
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels import families
+from cutlass_py_attn.kernels.problem_kind import is_mla
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
+from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tile_options import with_options
-from cutlass_py_attn.plan.tiles import is_mla
-from cutlass_py_attn.plan.variants import MLA, SPLIT_D, STANDARD, TWO_CTA, WIDE
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
 from cutlass_py_attn.problem.tensors import FLOAT8
+from cutlass_py_attn.refusals import refuse
 
 FAMILIES: Final = ("sm90", "sm80")
 ARCHS: Final = {"sm90": "sm_90a", "sm80": "sm_90"}
@@ -132,7 +134,7 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
         )
     problem = case.problem(direction)
     problem.check()
-    unsupported = sm90.unsupported_features(problem) if family == "sm90" else ()
+    unsupported = sm90_choice.unsupported_features(problem) if family == "sm90" else ()
     if unsupported:
         raise NotSupported(
             f"case {case.name!r} {direction}: the sm90 family takes no {', '.join(unsupported)}; use --family sm80"
@@ -144,15 +146,14 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
 
 
 def grid(problem: Problem, family: str) -> Iterator[TileConfig]:
-    """Yields every tile of the default grid, with the options that the planner would have it with."""
+    """Yields every tile of the default grid."""
     widest = max(problem.shape.head_dim, problem.shape.head_dim_value)
     axes = _GRIDS[family, problem.direction, widest > MAX_HEAD_DIM]
     if family == "sm90" and is_mla(problem):
         axes = _MLA_GRID
     for values in product(*axes.values()):
         fields: dict[str, Any] = dict(zip(axes, values, strict=True))
-        tile = TileConfig(**fields)
-        yield with_options(problem, tile) if family == "sm90" else tile
+        yield TileConfig(**fields)
 
 
 def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileConfig] = ()) -> list[Candidate]:
@@ -169,10 +170,11 @@ def candidates(problem: Problem, family: str, arch: str, given: Sequence[TileCon
 
 
 def _candidate(problem: Problem, family: str, arch: str, tile: TileConfig) -> Candidate:
-    limits = architecture(arch)
-    build, objections = build_for(problem, arch, tile, family)
-    objections = objections or resources.objections(build, limits)
-    if family == "sm90" and not objections and not sm90.applies(problem, tile, limits.num_sms):
-        reasons = sm90.objections(problem, tile)
-        objections = reasons or [f"variant = {tile.variant!r}: the standard variant is faster for these lengths"]
-    return Candidate(build, tuple(objections))
+    """Returns the candidate of a tile, with the options that `plan_with_tile` gives it."""
+    limits, tile = architecture(arch), families.FAMILIES[family].with_options(problem, tile)
+    build, refused = build_for(problem, arch, tile, family)
+    refused = refused or resources.refusals(build, limits)
+    if family == "sm90" and not refused and not sm90_choice.applies(problem, tile, limits.num_sms):
+        slower = refuse("variant", tile.variant, "the standard variant is faster for these lengths", "use that")
+        refused = sm90_choice.refusals(problem, tile) or [slower]
+    return Candidate(build, tuple(map(str, refused)))

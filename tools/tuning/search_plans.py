@@ -16,7 +16,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -27,10 +27,10 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench import harness
 from cutlass_py_attn.bench.timing import SAMPLES
 from cutlass_py_attn.errors import AttentionError, CompileError, Stale
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tools.release import build_ptx, record
@@ -140,7 +140,7 @@ def folder_of(folder: Path, tile: str) -> Folder:
     return Folder(folder / tile.replace(":", "_").replace(",", "_").replace("@", "_"))
 
 
-def measure(folder: Path, rounds: int, log: Path | None, only: Sequence[str]) -> int:
+def measure(folder: Path, rounds: int, log: Path | None, only: Sequence[TileConfig]) -> int:
     """Times the kernels of a folder, prints a table for each case and appends its lines to the log.
 
     Returns how many candidates computed a wrong result. Stale if the folder was built from other sources.
@@ -170,16 +170,22 @@ def measure(folder: Path, rounds: int, log: Path | None, only: Sequence[str]) ->
     return wrong
 
 
-def _searched(folder: Path, search: Json, rounds: int, only: Sequence[str]) -> Iterator[Json]:
+def _is_among(tile: TileConfig, tiles: Iterable[TileConfig]) -> bool:
+    return any(other in (tile, replace(tile, options=None)) for other in tiles)
+
+
+def _searched(folder: Path, search: Json, rounds: int, only: Sequence[TileConfig]) -> Iterator[Json]:
     """Yields a line for each candidate that fits: its entry in the listing, and its timing if it ran.
 
-    only: tiles to time beside the tile that the planner chooses; empty for all
+    only: tiles to time beside the tile that the planner chooses, with any options if they leave these open; empty for
+        all
     """
     case = spec.parse(search["case"])
     entries = [entry for entry in search["candidates"] if entry["is_fitting"]]
     named = {entry["tile"]: entry for entry in entries if not entry["objection"]}
     taken = next((tile for tile, entry in named.items() if entry["is_row"]), None)
-    chosen = {tile: entry for tile, entry in named.items() if not only or tile in only or tile == taken}
+    asked = {tile for tile in named if not only or tile == taken or _is_among(TileConfig.parse(tile), only)}
+    chosen = {tile: entry for tile, entry in named.items() if tile in asked}
     found = {tile: _artifact(folder, search, tile, entry) for tile, entry in chosen.items()}
     timings = plan_timing.measure(case, search["direction"], found, Folder(folder / FORWARD), rounds)
     for entry in entries:
@@ -261,8 +267,7 @@ def main() -> int:
     try:
         tiles = [TileConfig.parse(text) for text in given.tiles]
         if given.kernels:
-            names = [str(tile) for tile in tiles]
-            return 1 if measure(given.kernels, given.rounds or SAMPLES, given.record, names) else 0
+            return 1 if measure(given.kernels, given.rounds or SAMPLES, given.record, tiles) else 0
         family, direction = given.family or "sm90", given.direction or "backward"
         arch, cases = given.arch or plan_space.ARCHS[family], given.case or plan_rows.CASES[direction]
         for search in build(given.build, cases, direction, family, arch, tiles)["searches"]:

@@ -14,9 +14,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import logsumexp, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import COMBINE_WARPS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 
 VECTOR = 4  # float32 columns that a lane loads at once
 UNROLL = 4  # splits in flight at once

@@ -7,8 +7,8 @@ and wait; the wait ends when every write of that kernel is visible. Without the 
 
 import cutlass.cute as cute
 
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import entries, is_dependent_launch
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import entries, is_dependent_launch
 
 
 def start_next(build: Build, role: str) -> None:

@@ -23,7 +23,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from cutlass_py_attn.integers import largest_divisor
 from cutlass_py_attn.kernels.common import params, seqlen_info
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.score_terms.philox import BLOCK_WORDS, KEY_STEPS, MULTIPLIERS, ROUNDS
 
 NIBBLES = 8  # nibbles in a word of bits; a nibble is the four bits of one block

@@ -7,13 +7,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.common import params, tile_copy
+from cutlass_py_attn.kernels.common.layout import copy_groups
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
-from cutlass_py_attn.plan.build import COLUMN_MULTIPLE, Build
-from cutlass_py_attn.plan.smem import row_elements
-from cutlass_py_attn.plan.split_d import copy_groups
+from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Build
+from cutlass_py_attn.launch.smem import row_elements
 
 TILE_ALIGNMENT_BYTES = 512  # tiles start at a multiple of it: the swizzle of narrow tiles repeats after 512 bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a tensor: (batch, head, first row), and how many rows exist from there."""
+
+    coordinates: tuple[Any, Any, Any]
+    count: Any
+
+    def advance(self, rows: Any) -> "Rows":
+        """Returns the rows that start `rows` rows further."""
+        batch, head, row = self.coordinates
+        return Rows((batch, head, row + rows), self.count - rows)
 
 
 def smem_tile_at(offset: Any, build: Build, dtype: Any, rows: int, columns: int) -> cute.Tensor:

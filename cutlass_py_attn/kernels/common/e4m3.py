@@ -13,7 +13,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int8, Int32, Int64
 
 from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.softmax import TINY
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 MAX_E4M3 = 448.0

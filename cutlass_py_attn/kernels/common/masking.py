@@ -35,7 +35,7 @@ def mask_by_bits(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile
     for row in range(cute.size(scores, mode=[0])):
         query = query0 + coordinates[row, 0][0]
         seen = _bits_before(band.key_end(query) - first)
-        if band.form == "local":
+        if band.form.has_left:
             seen = seen & ~_bits_before(band.key_start(query) - first)
         for column in range(cute.size(scores, mode=[1])):
             bit = seen & Uint32(1 << column)
@@ -117,6 +117,6 @@ def _replace_in_row(
     for column in range(cute.size(values, mode=[1])):
         place = coordinates[0, column][1]
         seen = place < end
-        if band.form == "local":
+        if band.form.has_left:
             seen = seen & (place >= start)
         values[row, column] = cutlass.select_(seen, values[row, column], other)

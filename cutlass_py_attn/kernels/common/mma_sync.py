@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warp
 
 from cutlass_py_attn.integers import largest_divisor
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 # Round to TF32's 10 mantissa bits: add half of the last kept bit, then clear the 13 bits below it. Integer
 # arithmetic, because the hardware truncates and the convert instruction is slower.

@@ -15,9 +15,9 @@ from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cutlass_py_attn.kernels.common import paging, params, tile_copy
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.smem import threads_of_row
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.smem import threads_of_row
 
 BLOCK_ROWS = 16
 

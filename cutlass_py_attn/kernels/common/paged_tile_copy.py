@@ -11,7 +11,7 @@ from cutlass_py_attn.kernels.common import paging, params, tile_copy
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 
 
 @dataclass(frozen=True)

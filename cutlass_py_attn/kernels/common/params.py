@@ -9,9 +9,9 @@ from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.abi import Fields
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.abi import Fields
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import FLOAT8
 
 DTYPES = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32, FLOAT8: Float8E4M3FN}

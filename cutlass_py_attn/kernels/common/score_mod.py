@@ -16,7 +16,7 @@ from cutlass import Float32, Int32
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.score_terms import registry
 

@@ -11,10 +11,10 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync, warp
 
 from cutlass_py_attn.kernels.common import params
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import F32_ROW_PADDING, Build
-from cutlass_py_attn.plan.sm90_smem import has_fixed_smem_base
-from cutlass_py_attn.plan.smem import threads_of_row
+from cutlass_py_attn.kernels.common.layout import has_fixed_smem_base
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import F32_ROW_PADDING, Build
+from cutlass_py_attn.launch.smem import threads_of_row
 
 VECTOR_BYTES = 16
 ELEMENT_UNROLL = 8  # loads in flight where a thread copies single elements

@@ -9,10 +9,10 @@ import cutlass.experimental.primitives as prim
 from cutlass import Int32, Int64
 
 from cutlass_py_attn.kernels.common import params, tile_copy
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS
-from cutlass_py_attn.plan.smem import swizzle_bytes
-from cutlass_py_attn.plan.variants import PER_HEAD
+from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes
+from cutlass_py_attn.launch.variants import PER_HEAD
 
 SWIZZLES = {
     128: tensor_maps.TensorMapSwizzle.s128b,

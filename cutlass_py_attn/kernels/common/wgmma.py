@@ -14,8 +14,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cutlass_py_attn.kernels.common.mma_sync import Operands, RegisterOperand
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, GemmSpec
-from cutlass_py_attn.plan.smem import swizzle_bytes
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, GemmSpec
+from cutlass_py_attn.launch.smem import swizzle_bytes
 
 ATOM_BYTES = 1024  # tiles start at a multiple of it, because the swizzle is a function of the address
 ROWS = 64  # m of one instruction

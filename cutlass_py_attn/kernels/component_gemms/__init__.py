@@ -1,6 +1,6 @@
 """The five component GEMMs: the products that attention's forward and backward are made of.
 
-    file       equation      C                        k           A                            B
+    name       equation      C                        k           A                            B
     matmul_qk  S = Q K^T     (tile_m, tile_n)         head_dim    Q (m, k)                     K (n, k)
     doivj      dP = dO V^T   (tile_m, tile_n)         head_dim_v  dO (m, k)                    V (n, k)
     grad_v     dV += P^T dO  (tile_n, head_dim_v)     tile_m      P (k, m), or P^T registers   dO (k, n)
@@ -10,7 +10,6 @@
 With swap A/B matmul_qk computes S^T = K Q^T and doivj dP^T = V dO^T. The forward's O += P V is grad_q's form with
 (P, V) in place of (dS, K). The kernels name the GEMMs by their operands: mma_qk, mma_dov, mma_pdo, mma_dsq, mma_dsk.
 
-Each file has the same parts: `spec` (the GEMM in numbers), `operands`, `issue`, on wgmma `wait`, and `reference`.
 Names: tile_m is the query rows of a tile, tile_n its key rows, `columns` a padded head dim, `warps` the (rows, columns)
 of warps over C, and a stage is one tile of a pipeline's ring in shared memory.
 """

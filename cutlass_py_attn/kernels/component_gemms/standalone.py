@@ -1,21 +1,14 @@
 """What the standalone component GEMMs of both families share: parameters, the module of the GEMM, the store of C."""
 
-import importlib
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.common import params
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
 
 Params = params.struct_type("ComponentGemmParams", abi.COMPONENT_GEMM)
-
-
-def component_gemm(build: Build) -> Any:
-    """Returns the module of the build's component GEMM."""
-    return importlib.import_module(f"cutlass_py_attn.kernels.component_gemms.{build.component_gemm}")
 
 
 def tile_pointer(address: Int64, dtype: Any, tile: Int32, elements: int) -> cute.Pointer:

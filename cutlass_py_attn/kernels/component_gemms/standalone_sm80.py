@@ -13,10 +13,10 @@ from cutlass import Int32, Int64
 from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.component_gemms import standalone
+from cutlass_py_attn.kernels.component_gemms import products, standalone
 from cutlass_py_attn.kernels.component_gemms.standalone import Params
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 
 
 class StandaloneGemmSm80:
@@ -25,7 +25,7 @@ class StandaloneGemmSm80:
     def __init__(self, build: Build) -> None:
         self.build = build
         self.dtype = DTYPES[build.dtype]
-        self.component_gemm = standalone.component_gemm(build)
+        self.component_gemm = products.BY_NAME[build.component_gemm]
         self.mma = MmaSync(self.component_gemm.spec(build), build.dtype)
 
     @cute.jit

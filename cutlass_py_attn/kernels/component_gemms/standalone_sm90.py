@@ -16,11 +16,11 @@ from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.tma import SWIZZLES
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import standalone
+from cutlass_py_attn.kernels.component_gemms import products, standalone
 from cutlass_py_attn.kernels.component_gemms.standalone import Params
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.smem import swizzle_bytes
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes
 
 
 class StandaloneGemmSm90:
@@ -29,7 +29,7 @@ class StandaloneGemmSm90:
     def __init__(self, build: Build) -> None:
         self.build = build
         self.dtype = DTYPES[build.dtype]
-        self.component_gemm = standalone.component_gemm(build)
+        self.component_gemm = products.BY_NAME[build.component_gemm]
         self.mma = Wgmma(self.component_gemm.spec(build), build.dtype)
 
     @cute.jit

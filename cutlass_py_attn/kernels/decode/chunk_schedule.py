@@ -21,11 +21,11 @@ from cutlass import Int32, Int64
 from cutlass_py_attn.integers import choose, larger, log2, smaller
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.plan import chunk_shares, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.chunk_shares import Shares
-from cutlass_py_attn.plan.decode_smem import CUT_WORDS, SCHEDULE_WORDS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.kernels.decode.layout import CUT_WORDS, SCHEDULE_WORDS
+from cutlass_py_attn.launch import chunk_shares, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.chunk_shares import Shares
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 
 # What is stored of the start of a team: its first chunk, the first chunk of the row that this belongs to, the row's
 # sequence, group and number of chunks, and the chunks of all rows.

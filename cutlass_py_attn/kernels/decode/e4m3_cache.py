@@ -23,8 +23,8 @@ from cutlass_py_attn.kernels.common import e4m3, paging, params, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.paged_copy import BLOCK_ROWS, PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.softmax import QUAD
-from cutlass_py_attn.plan import decode_smem
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.decode import layout as decode_smem
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import F32_BYTES
 from cutlass_py_attn.score_terms import registry
 

@@ -23,16 +23,17 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import logsumexp, masking, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.combine import Combine, PackedRow
 from cutlass_py_attn.kernels.common.dynamic_tiles import TILE_ALIGNMENT_BYTES, smem_tile_at
-from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
+from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import QUAD, OnlineSoftmax, multiply_rows, safe_scale
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
-from cutlass_py_attn.plan import abi, decode_smem, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import ROW_THREADS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.smem import threads_of_row, tile_bytes
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.decode import layout as decode_smem
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.smem import threads_of_row, tile_bytes
 
 
 class NamedBarrier(IntEnum):
@@ -174,8 +175,8 @@ class Decode:
             apply_softmax(softmax, r_s, r_o, scale_log2)
 
             # 3  O += P V
-            v_operand = matmul_pv.v_operand(self.mma_pv, s_v, warp.lane)
-            matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_s), v_operand)
+            v_operand = matmul_pv.b_operand(self.mma_pv, s_v, warp.lane)
+            matmul_pv.issue(self.mma_pv, r_o, Operands(self.mma_pv.from_accumulator(r_s), v_operand))
 
         # 4  join the teams, store the logsumexp and the output, or this split's partial results
         cute.arch.cp_async_wait_group(0)

@@ -25,7 +25,7 @@ from cutlass_py_attn.kernels.common.paged_copy import PagedCopy, PagedRows
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, ScoreRow
 from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, exp2, finite, multiply_rows, safe_scale
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.decode import e4m3_cache
 from cutlass_py_attn.kernels.decode.chunk_schedule import (
     BATCH,
@@ -40,11 +40,11 @@ from cutlass_py_attn.kernels.decode.chunk_schedule import (
 )
 from cutlass_py_attn.kernels.decode.e4m3_cache import E4m3Cache
 from cutlass_py_attn.kernels.decode.forward import Decode, apply_softmax
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.arch import architecture
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS, ROW_THREADS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import COMBINE_WARPS, ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.sinks import SINKS
 
@@ -387,10 +387,10 @@ class PersistentDecode(Decode):
     def multiply_values(self, warp: Any, r_p: cute.Tensor, values: Any, r_o: cute.Tensor) -> None:
         """Computes O += P V of the values of a stage."""
         if self.e4m3 is None:
-            v_operand = matmul_pv.v_operand(self.mma_pv, values, warp.lane)
+            v_operand = matmul_pv.b_operand(self.mma_pv, values, warp.lane)
         else:
             v_operand = self.e4m3.values_operand(values, warp.lane)
-        matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_p), v_operand)
+        matmul_pv.issue(self.mma_pv, r_o, Operands(self.mma_pv.from_accumulator(r_p), v_operand))
 
     @cute.jit
     def copy_queries(self, p: Any, work: Any, thread: Int32):

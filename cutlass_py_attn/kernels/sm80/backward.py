@@ -1,7 +1,7 @@
 """sm80 backward: dQ, dK and dV from dO, Q, K, V, delta and the logsumexp on mma.sync; grid (splits, heads, batch).
 
 A block keeps one key tile and its dK and dV, and loops over the query tiles. dQ is summed over key tiles in float32 in
-global memory (sm80/grad_query_accum.py). The kernels before and after this one: sm80/backward_chain.py.
+global memory (backward_parts/grad_query_accum.py). The kernels before and after this one: backward_parts/chain.py.
 
     step       1 S = Q K^T   2 P   3 dP = dO V^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
     in flight  the query and grad_output tiles of the next iteration, by cp.async
@@ -15,18 +15,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.backward_parts import chain as backward_chain
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
+from cutlass_py_attn.kernels.backward_parts.postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.common import dropout, masking, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import bias_of
-from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_q, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm80 import backward_chain, dq_semaphore
+from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_q, grad_v, matmul_qk
+from cutlass_py_attn.kernels.sm80 import dq_semaphore
 from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork
-from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.sm80.backward_scores import BackwardScores, ScoreTile
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import OPERANDS
 
 

@@ -11,8 +11,8 @@ from cutlass import Int32
 
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import params, seqlen_info
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,6 @@ class QueryTile:
     index: Any
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a tensor: (batch, head, first row), and how many rows exist from there."""
-
-    coordinates: tuple[Any, Any, Any]
-    count: Any
-
-    def advance(self, rows: Any) -> "Rows":
-        """Returns the rows that start `rows` rows further."""
-        batch, head, row = self.coordinates
-        return Rows((batch, head, row + rows), self.count - rows)
-
-
 class BackwardGrid:
     """The grid of one Build."""
 
@@ -68,7 +55,7 @@ class BackwardGrid:
         self.build = build
         # With GQA a block has few, long key tiles: the longest key tiles of all heads start first, not those of one
         # head after the other.
-        self.longest_first = build.has("grouped") and build.mask == "causal"
+        self.longest_first = build.has("grouped") and build.form.grows
 
     def split(self) -> Int32:
         """Returns the index of this block among the blocks of its batch and key head."""

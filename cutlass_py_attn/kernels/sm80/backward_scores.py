@@ -13,7 +13,7 @@ from cutlass_py_attn.kernels.common.mma_sync import row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of
 from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork, QueryTileRange
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Band
 
 
@@ -77,7 +77,7 @@ class BackwardScores:
     def zero_unvisited_grad_bias(self, p: Any, work: KeyTileWork, thread: Int32):
         """Writes zeros to grad_bias of the query tiles that the key tile does not visit."""
         build = self.build
-        if cutlass.const_expr(build.grad_bias_mode == "main" and build.mask != "full"):
+        if cutlass.const_expr(build.grad_bias_mode == "main" and not build.form.sees_all):
             every = QueryTileRange(Int32(0), ceil_div(work.seqlen.num_queries, build.tile_m))
             for iteration in cutlass.range(self.grid.iterations(p, every), unroll=1):
                 tile = self.grid.query_tile(p, work.seqlen, every, iteration)

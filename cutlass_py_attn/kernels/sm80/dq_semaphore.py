@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cutlass_py_attn.kernels.common import params
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 
 
 @cute.jit

@@ -14,7 +14,7 @@ from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint32
 from cutlass_py_attn.kernels.common import e4m3, paged_tile_copy, paging, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import F32_BYTES
 from cutlass_py_attn.score_terms import registry
 

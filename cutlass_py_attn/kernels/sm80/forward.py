@@ -18,16 +18,16 @@ from cutlass import Float32, Int32
 
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import logsumexp, masking, paged_tile_copy, params, seqlen_info, tile_copy
-from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
+from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import OnlineSoftmax, safe_scale
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm80 import e4m3_tiles
 from cutlass_py_attn.kernels.sm80.score_inputs import ScoreInputs
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ForwardSm80:
         cute.arch.cp_async_commit_group()
 
         qk_operands = matmul_qk.operands(self.mma_qk, smem.query, smem.key, thread)
-        v_operand = matmul_pv.v_operand(self.mma_pv, smem.value, thread)
+        v_operand = matmul_pv.b_operand(self.mma_pv, smem.value, thread)
         r_o = self.mma_pv.accumulator(thread)
         r_o.fill(0.0)
         rows = cute.size(row_view(r_o), mode=[0])
@@ -149,7 +149,7 @@ class ForwardSm80:
                 masking.apply_dropout(row_view(r_s), dropout_bits)
 
             # 3  O += P V
-            matmul_pv.issue(self.mma_pv, r_o, self.mma_pv.from_accumulator(r_s), loop.v_operand)
+            matmul_pv.issue(self.mma_pv, r_o, Operands(self.mma_pv.from_accumulator(r_s), loop.v_operand))
 
         # 4  normalise, store the logsumexp and the output tile
         cute.arch.cp_async_wait_group(0)
@@ -177,7 +177,7 @@ class ForwardSm80:
     def query_tile(self, p: Any) -> QueryTile:
         """Returns this block's query tile, computed again at each use rather than kept in registers."""
         block = params.read_register("ctaid.x")
-        if self.build.mask != "full":
+        if not self.build.form.sees_all:
             block = params.read_register("nctaid.x") - 1 - block  # the longest tiles first
         batch = params.read_register("ctaid.z") + p.first_batch
         return QueryTile(batch, params.read_register("ctaid.y") + p.first_head, block)

@@ -10,7 +10,7 @@ from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import bias_of
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 
 
 class ScoreInputs:

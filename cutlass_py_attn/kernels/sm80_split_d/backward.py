@@ -20,10 +20,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import any_of, ceil_div, choose
+from cutlass_py_attn.kernels.backward_parts import chain as backward_chain
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
+from cutlass_py_attn.kernels.backward_parts.postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.common import dropout, masking, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.dynamic_tiles import (
     AccumulatingMma,
     OperandSlice,
+    Rows,
     column_slice,
     copy_rows_g2s,
     smem_columns_at,
@@ -32,16 +36,11 @@ from cutlass_py_attn.kernels.common.dynamic_tiles import (
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import bias_of
-from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_q, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm80 import backward_chain, dq_semaphore
-from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork, Rows
-from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
+from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_q, grad_v, matmul_qk
+from cutlass_py_attn.kernels.sm80 import dq_semaphore
+from cutlass_py_attn.kernels.sm80.backward_grid import BackwardGrid, KeyTileWork
 from cutlass_py_attn.kernels.sm80.backward_scores import BackwardScores, ScoreTile
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.smem import tile_bytes
-from cutlass_py_attn.plan.split_d import (
+from cutlass_py_attn.kernels.sm80_split_d.layout import (
     HeadSide,
     backward_split,
     blocks_per_tile,
@@ -49,6 +48,9 @@ from cutlass_py_attn.plan.split_d import (
     splits_dk_dv,
     tile_and_column_block,
 )
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import tile_bytes
 from cutlass_py_attn.problem.tensors import OPERANDS
 
 KEYS_AT_ONCE = 16  # k of one float32 GEMM dQ = dS K

@@ -18,19 +18,19 @@ from cutlass import Float32, Int32
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import logsumexp, masking, paged_tile_copy, params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.dynamic_tiles import OperandSlice, column_slice, smem_tile_at
-from cutlass_py_attn.kernels.common.mma_sync import MmaSync, row_view
+from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands, row_view
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.softmax import safe_scale
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm80.score_inputs import ScoreInputs
 from cutlass_py_attn.kernels.sm80_split_d import cross_warp_softmax
 from cutlass_py_attn.kernels.sm80_split_d.cross_warp_softmax import CrossWarpSoftmax
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.smem import tile_bytes
-from cutlass_py_attn.plan.split_d import blocks_per_tile, forward_split, tile_and_column_block
+from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile, forward_split, tile_and_column_block
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import tile_bytes
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class ForwardSplitD:
         block, head, batch = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         number, column_block = tile_and_column_block(block, self.column_blocks)
-        longest_first = build.mask != "full"
+        longest_first = not build.form.sees_all
         query_tile = blocks // self.column_blocks - 1 - number if cutlass.const_expr(longest_first) else number
         head, batch = head + p.first_head, batch + p.first_batch
         query0 = query_tile * build.tile_m
@@ -174,8 +174,8 @@ class ForwardSplitD:
         else:
             s_part = cute.local_tile(s_p, (build.tile_m, split.value_rows), (0, part))
             p_operand = self.mma_pv.a_operand(s_part, tid)
-        v_operand = matmul_pv.v_operand(self.mma_pv, self.value_tile(stage), tid)
-        matmul_pv.issue(self.mma_pv, r_o, p_operand, v_operand)
+        v_operand = matmul_pv.b_operand(self.mma_pv, self.value_tile(stage), tid)
+        matmul_pv.issue(self.mma_pv, r_o, Operands(p_operand, v_operand))
 
     def row_statistics(self) -> tuple[cute.Tensor, cute.Tensor]:
         """Returns `parts` and `factors` of CrossWarpSoftmax in shared memory."""

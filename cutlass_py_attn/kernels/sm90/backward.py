@@ -56,13 +56,14 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32
 
 from cutlass_py_attn.integers import larger
+from cutlass_py_attn.kernels.backward_parts import chain as backward_chain
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
+from cutlass_py_attn.kernels.backward_parts.postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
-from cutlass_py_attn.kernels.component_gemms import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm80 import backward_chain
-from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
+from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     CONSUMER_START,
@@ -88,17 +89,18 @@ from cutlass_py_attn.kernels.sm90.key_tile_scheduler import (
     QueryHeadScheduler,
     SharedEndKeyTileScheduler,
 )
+from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
+from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
+from cutlass_py_attn.kernels.sm90.schedule import schedule_of
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores, WeightOperands
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.grad_bias_smem import uses_wgmma
-from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order, starts_from_logsumexp
-from cutlass_py_attn.plan.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
+from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 SCHEDULERS = {PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}  # of variants with work tiles of their own
@@ -120,6 +122,58 @@ class Gemms:
     pdo_b: DescriptorOperand
     dsq_parts: Operands
     dsq_b: DescriptorOperand
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer warpgroup uses for all query blocks.
+
+    r_s, r_dk, r_dv: S^T of the next query block, which becomes P^T, and the accumulators of dK and dV
+    r_lse, r_delta: statistics of a query block
+    r_kept: dropout's mask bits, or None
+    """
+
+    p: Any
+    pipes: Pipelines
+    gemms: Gemms
+    thread: Int32
+    warpgroup: Int32
+    r_s: cute.Tensor
+    r_dk: cute.Tensor
+    r_dv: cute.Tensor
+    r_lse: cute.Tensor
+    r_delta: cute.Tensor
+    r_kept: cute.Tensor | None
+
+
+@dataclass
+class Turn:
+    """One iteration of a consumer warpgroup: its place, and what its steps leave for later ones.
+
+    at_q, at, at_k: states of the pipelines of query, grad_output and key
+    query, grad_output: stages of this query block
+    next_query, key_stage: those of the next S^T
+    thread: the thread's number, for the places of its scores in the tile
+    """
+
+    at_q: Any
+    at: Any
+    at_k: Any
+    work_tile: WorkTile
+    block: QueryBlock
+    tile: ScoreTile
+    iteration: Int32
+    iterations: Any
+    query: Int32
+    grad_output: Int32
+    next_query: Any = None
+    key_stage: Any = None
+    thread: Any = None
+    r_derivative: Any = None
+    weights: Any = None
+    r_dp: Any = None
+    r_ds: Any = None
+    r_next: Any = None
 
 
 class BackwardSm90:
@@ -148,15 +202,7 @@ class BackwardSm90:
         self.key_gradients = KeyGradientSums(build) if build.variant == QUERY_HEADS else None
         self.overlaps_tiles = build.key_stages > 1  # the next key tile's first scores are issued before this one's end
         self.dropout = TransposedDropout(build, CONSUMER_START, self.consumers) if build.has("dropout") else None
-        self.keeps_ds = build.variant in KEEPS_DS  # dS^T stays in registers, and dP^T starts from -delta
-        self.starts_lse = starts_from_logsumexp(build)  # S^T starts from -logsumexp / scale
-        self.has_bias = build.has("bias")
-        # P takes the registers of the last dS; so does the bias, which is read before P is computed.
-        self.finishes_dk_first = self.keeps_ds and self.has_bias
-        self.issues_dv_first = self.keeps_ds and not self.starts_lse  # 5 before 3
-        # If a thread has registers for it, the logsumexp is read while S is multiplied.
-        is_narrow = build.block_queries <= 64 and not {"dropout", "softcap"} & {*build.features}
-        self.reads_lse_early = is_narrow and not self.starts_lse
+        self.schedule = schedule_of(build)
 
     def sync_barrier_init(self) -> None:
         """Makes the mbarriers visible to the block."""
@@ -343,6 +389,7 @@ class BackwardSm90:
         r_kept, stream = None, None  # of dropout
         if cutlass.const_expr(self.dropout is not None):
             r_kept, stream = self.dropout.registers(), dropout.load_uniform_stream(p)
+        consumer = Consumer(p, pipes, gemms, thread, warpgroup, r_s, r_dk, r_dv, r_lse, r_delta, r_kept)
         key_tile = self.wait_for_key_tile(pipes, at_k)
         if cutlass.const_expr(self.overlaps_tiles):
             self.wait_for_query(pipes, at_q, key_tile >= 0)
@@ -352,8 +399,8 @@ class BackwardSm90:
             iterations = self.smem.blocks * larger(self.tile_order.num_tiles(p, work_tile), 1)
             r_dk.fill(0.0)
             r_dv.fill(0.0)
-            if cutlass.const_expr(self.has_bias):
-                self.load_bias(p, at_k, self.block_order.first(p, work_tile), Boolean(True))
+            if cutlass.const_expr(build.has("bias")):
+                self.load_bias_tile(p, at_k, self.block_order.first(p, work_tile), Boolean(True))
             if cutlass.const_expr(not self.overlaps_tiles):
                 pipes.q.consumer_wait(at_q)
                 self.first_scores(gemms, at_k, at_q, thread, r_s, r_lse)
@@ -363,86 +410,33 @@ class BackwardSm90:
             if cutlass.const_expr(self.dropout is not None):
                 self.dropout.load(p, stream, r_kept, work_tile, block, Int32(0), iterations)
             for iteration in cutlass.range(iterations, unroll=1):
-                # 2  P = exp2(S - logsumexp) in base 2
-                if cutlass.const_expr(not self.reads_lse_early and not self.starts_lse):
-                    self.statistics.read("logsumexp", at_q.index, thread, r_lse)
-                here = self.scores.thread(thread, CONSUMER_START)
-                score_tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, key_tile)
-                if cutlass.const_expr(self.finishes_dk_first):
-                    self.finish_dk(pipes, at_q, iteration)
-                r_derivative = self.scores.apply_score_mod(p, gemms.mma_qk, r_s, score_tile, here)
-                self.scores.exponentiate(p, r_s, r_lse)
-                if cutlass.const_expr(self.keeps_ds and not self.finishes_dk_first):
-                    self.finish_dk(pipes, at_q, iteration)
-                self.scores.mask(gemms.mma_qk, r_s, score_tile, here)
-                weights = self.scores.operands(r_s, r_derivative, r_kept)
-                # 3  dP^T = V dO^T, followed by 5  dV += P^T dO, or the other way round
-                pipes.do.consumer_wait(at)
-                if cutlass.const_expr(self.issues_dv_first):
-                    self.issue_dv(gemms, at, weights, r_dv)
-                    r_dp = self.issue_dp(gemms, at, thread)
-                else:
-                    r_dp = self.issue_dp(gemms, at, thread)
-                    self.issue_dv(gemms, at, weights, r_dv)
-                if cutlass.const_expr(self.has_bias):  # every thread of the warp has read that of this block
-                    following = self.block_order.next(work_tile, block)
-                    self.load_bias(p, at_k, following, iteration + 1 < iterations)
-                if cutlass.const_expr(not self.keeps_ds):
-                    grad_k.wait(gemms.mma_dsq, 2)
-                    if iteration > 0:
-                        arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
-                doivj.wait(gemms.mma_dov, 0 if self.issues_dv_first else 1)
-                if cutlass.const_expr(self.overlaps_tiles):
-                    self.release_value(pipes, iteration + 1 == iterations)
-                # 4  dS = P (dP - delta), also for the warpgroup of dQ
-                if cutlass.const_expr(not self.keeps_ds):
-                    self.statistics.read("delta", at.index, thread, r_delta)
-                self.scores.gradient(p, r_dp, weights.r_factor, r_delta, r_kept)
-                if cutlass.const_expr(self.keeps_ds):  # dS takes the registers of P
-                    grad_v.wait(gemms.mma_pdo)
-                    arrive_all(pipes.do.sync_object_empty, at.index)
-                self.acquire_ds(pipes, at)
-                r_ds, s_ds = tile_copy.converted(r_dp, self.dtype), self.smem.ds_blocks()[None, None, at.index]
-                self.scores.store_ds(gemms.mma_qk, r_ds, s_ds, thread)
-                arrive(pipes.ds.sync_object_full, at.index // self.smem.blocks)
+                tile = ScoreTile(work_tile.seqlen, work_tile.band, block.head, block.index, key_tile)
+                turn = Turn(at_q, at, at_k, work_tile, block, tile, iteration, iterations, at_q.index, at.index)
+                self.take(self.schedule.block, consumer, turn)
                 at.advance()
                 at_q.advance()
-                # 1  S^T = K Q^T of the next query block or key tile, followed by 6  dK += dS^T Q. After the last one
-                # it is the same S^T again, unused: with a branch around it the compiler would wait for all GEMMs.
-                last = previous_stage(at_q, build.query_stages)
-                last_ds = previous_stage(at, build.grad_output_stages)
-                has_next, key_stage = iteration + 1 < iterations, self.smem.key_stage(at_k)
+                turn.query = previous_stage(at_q, build.query_stages)
+                turn.grad_output = previous_stage(at, build.grad_output_stages)
+                # After the last query block its S^T is multiplied again, unused: with a branch around it the compiler
+                # would wait for all GEMMs.
+                has_next, turn.key_stage = iteration + 1 < iterations, self.smem.key_stage(at_k)
                 if cutlass.const_expr(self.overlaps_tiles):
                     at_next = pipelines.next_state(at_k, build.key_stages)
                     if iteration + 1 == iterations:
                         next_key_tile = self.wait_for_key_tile(pipes, at_next)
-                    key_stage = cutlass.select_(next_key_tile >= 0, at_next.index, key_stage)
+                    turn.key_stage = cutlass.select_(next_key_tile >= 0, at_next.index, turn.key_stage)
                     has_next = has_next | (next_key_tile >= 0)
-                stage = cutlass.select_(has_next, at_q.index, last)
-                if has_next:
-                    pipes.q.consumer_wait(at_q)
-                r_next = self.scores_accumulator(gemms, stage, thread)
-                matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(key_stage, stage))
-                if cutlass.const_expr(self.keeps_ds):
-                    dsq_parts = grad_k.register_operands(gemms.mma_dsq, r_ds, gemms.dsq_b.stage(last))
-                else:
-                    self.sync_warpgroup(warpgroup)
-                    dsq_parts = gemms.dsq_parts.stage(last_ds, last)
-                grad_k.issue(gemms.mma_dsq, r_dk, dsq_parts)
-                if cutlass.const_expr(self.reads_lse_early):
-                    self.statistics.read("logsumexp", stage, thread, r_lse)
-                if cutlass.const_expr(not self.keeps_ds):
-                    grad_v.wait(gemms.mma_pdo, 2)
-                    # Every thread has read delta of this stage.
-                    arrive_all(pipes.do.sync_object_empty, previous_stage(at, build.grad_output_stages))
+                turn.next_query = cutlass.select_(has_next, at_q.index, turn.query)
+                self.wait_for_query(pipes, at_q, has_next)
+                self.take(self.schedule.next_block, consumer, turn)
                 block = self.block_order.next(work_tile, block)
                 if cutlass.const_expr(self.dropout is not None):
                     self.dropout.load(p, stream, r_kept, work_tile, block, iteration + 1, iterations)
-                matmul_qk.wait(gemms.mma_qk, 1)
-                r_s.store(r_next.load())
+                gemms.mma_qk.wait(1)
+                r_s.store(turn.r_next.load())
             if cutlass.const_expr(not self.overlaps_tiles):
                 pipes.v.consumer_release(at_k)
-            grad_k.wait(gemms.mma_dsq)
+            gemms.mma_dsq.wait()
             arrive(pipes.q.sync_object_empty, previous_stage(at_q, build.query_stages))
             # 8  store dK and dV while the next key tile is loaded
             work_tile = self.scheduler.read_record(p, self.record(at_k))
@@ -510,33 +504,70 @@ class BackwardSm90:
         """
         r_next = self.scores_accumulator(gemms, at_q.index, thread)
         matmul_qk.issue(gemms.mma_qk, r_next, gemms.qk_parts.stage(self.smem.key_stage(at_k), at_q.index))
-        if self.reads_lse_early:
+        if self.schedule.has("read_next_logsumexp"):
             self.statistics.read("logsumexp", at_q.index, thread, r_lse)
-        matmul_qk.wait(gemms.mma_qk)
+        gemms.mma_qk.wait()
         r_s.store(r_next.load())
 
     def scores_accumulator(self, gemms: Gemms, stage: Int32, thread: Int32) -> cute.Tensor:
         """Returns the accumulator of S^T of a query block; the stage has arrived, unless S^T is unused."""
         r_s = gemms.mma_qk.accumulator(thread)
-        if self.starts_lse:
+        if starts_from_logsumexp(self.build):
             self.statistics.start("logsumexp", stage, thread, r_s)
         return r_s
 
-    def issue_dp(self, gemms: Gemms, at: Any, thread: Int32) -> cute.Tensor:
-        """Starts 3  dP^T = V dO^T of a query block; returns its accumulator."""
-        r_dp = gemms.mma_dov.accumulator(thread)
-        if self.keeps_ds:
-            self.statistics.start("delta", at.index, thread, r_dp)
-        doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(None, at.index))
-        return r_dp
+    def take(self, steps: tuple[str, ...], consumer: Consumer, turn: Turn) -> None:
+        """Takes the steps in order."""
+        for step in steps:
+            getattr(self, step)(consumer, turn)
 
-    def issue_dv(self, gemms: Gemms, at: Any, weights: WeightOperands, r_dv: cute.Tensor) -> None:
-        """Starts 5  dV += P^T dO of a query block."""
-        parts = grad_v.register_operands(gemms.mma_pdo, weights.r_p, gemms.pdo_b.stage(at.index))
-        grad_v.issue(gemms.mma_pdo, r_dv, parts)
+    def read_logsumexp(self, consumer: Consumer, turn: Turn) -> None:
+        """Reads the logsumexp of this query block."""
+        self.statistics.read("logsumexp", turn.at_q.index, consumer.thread, consumer.r_lse)
+
+    def locate(self, consumer: Consumer, turn: Turn) -> None:
+        """Reads the thread's number."""
+        turn.thread = self.scores.thread(consumer.thread, CONSUMER_START)
+
+    def apply_terms(self, consumer: Consumer, turn: Turn) -> None:
+        """2  Turns S into scores."""
+        mma_qk, r_s = consumer.gemms.mma_qk, consumer.r_s
+        turn.r_derivative = self.scores.apply_score_mod(consumer.p, mma_qk, r_s, turn.tile, turn.thread)
+
+    def exponentiate(self, consumer: Consumer, turn: Turn) -> None:
+        """2  P = exp2(S - logsumexp) in base 2."""
+        self.scores.exponentiate(consumer.p, consumer.r_s, consumer.r_lse)
+
+    def convert_weights(self, consumer: Consumer, turn: Turn) -> None:
+        """2  Masks and converts P."""
+        self.scores.mask(consumer.gemms.mma_qk, consumer.r_s, turn.tile, turn.thread)
+        turn.weights = self.scores.operands(consumer.r_s, turn.r_derivative, consumer.r_kept)
+
+    def wait_for_grad_output(self, consumer: Consumer, turn: Turn) -> None:
+        """Waits for grad_output of this query block."""
+        consumer.pipes.do.consumer_wait(turn.at)
+
+    def issue_dp(self, consumer: Consumer, turn: Turn) -> None:
+        """3  dP^T = V dO^T, which starts from -delta if no step reads delta."""
+        gemms = consumer.gemms
+        turn.r_dp = gemms.mma_dov.accumulator(consumer.thread)
+        if not self.schedule.has("read_delta"):
+            self.statistics.start("delta", turn.at.index, consumer.thread, turn.r_dp)
+        doivj.issue(gemms.mma_dov, turn.r_dp, gemms.dov_parts.stage(None, turn.at.index))
+
+    def issue_dv(self, consumer: Consumer, turn: Turn) -> None:
+        """5  dV += P^T dO."""
+        gemms = consumer.gemms
+        parts = gemms.mma_pdo.register_operands(turn.weights.r_p, gemms.pdo_b.stage(turn.at.index))
+        grad_v.issue(gemms.mma_pdo, consumer.r_dv, parts)
+
+    def load_bias(self, consumer: Consumer, turn: Turn) -> None:
+        """Starts copying the bias of the next query block; every thread of the warp has read that of this one."""
+        following = self.block_order.next(turn.work_tile, turn.block)
+        self.load_bias_tile(consumer.p, turn.at_k, following, turn.iteration + 1 < turn.iterations)
 
     @cute.jit
-    def load_bias(self, p: Any, at_k: Any, block: Any, has_block: Any):
+    def load_bias_tile(self, p: Any, at_k: Any, block: Any, has_block: Any):
         """Starts copying the bias of a query block if there is one."""
         if has_block:
             work_tile = self.scheduler.read_record(p, self.record(at_k))
@@ -544,11 +575,57 @@ class BackwardSm90:
             self.scores.bias.load(p, tile, CONSUMER_START)
 
     @cute.jit
-    def finish_dk(self, pipes: Pipelines, at_q: Any, iteration: Int32):
+    def finish_dk(self, consumer: Consumer, turn: Turn):
         """Waits for 6 of the iteration before and releases its query block."""
-        Wgmma.wait(0)
-        if iteration > 0:
-            arrive(pipes.q.sync_object_empty, previous_stage(at_q, self.build.query_stages))
+        Wgmma.wait(self.schedule.pending("dk"))
+        if turn.iteration > 0:
+            arrive(consumer.pipes.q.sync_object_empty, previous_stage(turn.at_q, self.build.query_stages))
+
+    def finish_dp(self, consumer: Consumer, turn: Turn) -> None:
+        """Waits for 3; after the last one the next value may be loaded."""
+        Wgmma.wait(self.schedule.pending("dp"))
+        if self.overlaps_tiles:
+            self.release_value(consumer.pipes, turn.iteration + 1 == turn.iterations)
+
+    def read_delta(self, consumer: Consumer, turn: Turn) -> None:
+        """Reads delta of this query block."""
+        self.statistics.read("delta", turn.at.index, consumer.thread, consumer.r_delta)
+
+    def compute_ds(self, consumer: Consumer, turn: Turn) -> None:
+        """4  dS = P (dP - delta)."""
+        self.scores.gradient(consumer.p, turn.r_dp, turn.weights.r_factor, consumer.r_delta, consumer.r_kept)
+
+    def finish_dv(self, consumer: Consumer, turn: Turn) -> None:
+        """Waits for 5 and releases grad_output; every thread has read delta of this stage."""
+        Wgmma.wait(self.schedule.pending("dv"))
+        arrive_all(consumer.pipes.do.sync_object_empty, turn.grad_output)
+
+    def store_ds(self, consumer: Consumer, turn: Turn) -> None:
+        """Stores dS, also for the warpgroup of dQ."""
+        self.acquire_ds(consumer.pipes, turn.at)
+        turn.r_ds, s_ds = tile_copy.converted(turn.r_dp, self.dtype), self.smem.ds_blocks()[None, None, turn.at.index]
+        self.scores.store_ds(consumer.gemms.mma_qk, turn.r_ds, s_ds, consumer.thread)
+        arrive(consumer.pipes.ds.sync_object_full, turn.at.index // self.smem.blocks)
+
+    def issue_scores(self, consumer: Consumer, turn: Turn) -> None:
+        """1  S^T = K Q^T of the next query block."""
+        gemms = consumer.gemms
+        turn.r_next = self.scores_accumulator(gemms, turn.next_query, consumer.thread)
+        matmul_qk.issue(gemms.mma_qk, turn.r_next, gemms.qk_parts.stage(turn.key_stage, turn.next_query))
+
+    def issue_dk(self, consumer: Consumer, turn: Turn) -> None:
+        """6  dK += dS^T Q, from registers or once all threads of the warpgroup have stored dS."""
+        gemms = consumer.gemms
+        if self.build.variant in KEEPS_DS:
+            parts = gemms.mma_dsq.register_operands(turn.r_ds, gemms.dsq_b.stage(turn.query))
+        else:
+            self.sync_warpgroup(consumer.warpgroup)
+            parts = gemms.dsq_parts.stage(turn.grad_output, turn.query)
+        grad_k.issue(gemms.mma_dsq, consumer.r_dk, parts)
+
+    def read_next_logsumexp(self, consumer: Consumer, turn: Turn) -> None:
+        """Reads the logsumexp of the next query block."""
+        self.statistics.read("logsumexp", turn.next_query, consumer.thread, consumer.r_lse)
 
     @cute.jit
     def wait_for_query(self, pipes: Pipelines, at_q: Any, is_loaded: Any):
@@ -581,8 +658,8 @@ class BackwardSm90:
         s_q, s_do, s_ds = self.smem.tiles("query"), self.smem.tiles("grad_output"), self.smem.ds_blocks()
         s_k, s_v = self.smem.tiles("key"), self.smem.tiles("value")
         spec_qk, spec_dov = (gemm.spec(build, swap_ab=True) for gemm in (matmul_qk, doivj))
-        mma_qk = Wgmma(replace(spec_qk, n=rows, accumulate=self.starts_lse), build.dtype)
-        mma_dov = Wgmma(replace(spec_dov, n=rows, accumulate=self.keeps_ds), build.dtype)
+        mma_qk = Wgmma(replace(spec_qk, n=rows, accumulate=starts_from_logsumexp(build)), build.dtype)
+        mma_dov = Wgmma(replace(spec_dov, n=rows, accumulate=not self.schedule.has("read_delta")), build.dtype)
         mma_pdo = Wgmma(replace(grad_v.spec(build), k=rows), build.dtype)
         mma_dsq = Wgmma(replace(grad_k.spec(build), k=rows), build.dtype)
         return Gemms(

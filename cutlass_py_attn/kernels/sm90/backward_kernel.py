@@ -9,7 +9,7 @@
 
 A block with 64 keys has one consumer warpgroup, without the last.
 
-A body (sm90/backward.py, sm90/backward_2cta.py) says what each role does.
+A body (sm90/backward.py, sm90_backward_2cta/backward.py) says what each role does.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,7 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import (
+from cutlass_py_attn.kernels.sm90.layout import (
     ADDING_WARPS,
     DQ_WARPGROUPS,
     GRAD_BIAS_WARP,
@@ -38,6 +36,8 @@ from cutlass_py_attn.plan.sm90_smem import (
     stored_tiles,
     tma_tiles,
 )
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 
 CONSUMER_START = (LOAD_WARPGROUPS + DQ_WARPGROUPS) * WARPGROUP_THREADS  # first consumer thread of a block
 
@@ -113,7 +113,7 @@ class BackwardKernelSm90:
         p = params.from_values(self.build, values)
         tiles = (tma_tiles(self.build) | stored_tiles(self.build)).items()
         maps = tuple(tma.placeholder_map(p, getattr(p, name), self.dtype, *tile) for name, tile in tiles)
-        block, blocks_of_cluster = (self.build.threads, 1, 1), (self.build.body.cluster, 1, 1)
+        block, blocks_of_cluster = (self.build.threads, 1, 1), (self.build.cluster, 1, 1)
         self.kernel(*maps, p).launch(grid=grid, block=block, cluster=blocks_of_cluster, min_blocks_per_mp=1)
 
     @cute.kernel

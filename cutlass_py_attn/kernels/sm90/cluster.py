@@ -10,10 +10,10 @@ from cutlass import Int16, Int32
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import tile_copy, tma
 from cutlass_py_attn.kernels.sm90 import pipelines
+from cutlass_py_attn.kernels.sm90.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90.pipelines import arrive
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.sm90_smem import tma_tiles
-from cutlass_py_attn.plan.variants import CLUSTER
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import CLUSTER
 
 ALL_BLOCKS = (1 << CLUSTER) - 1  # multicast mask: one bit for each block of the cluster
 

@@ -13,8 +13,8 @@ from cutlass import Int32, Uint32
 
 from cutlass_py_attn.integers import smaller
 from cutlass_py_attn.kernels.common import dropout, seqlen_info, tile_copy
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.sm90_smem import dropout_tile_bytes
+from cutlass_py_attn.kernels.sm90.layout import dropout_tile_bytes
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import WORD_BYTES
 
 

@@ -35,16 +35,18 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32
 
 from cutlass_py_attn.kernels.common import dependent_launch, logsumexp, masking, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
 from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
+from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
@@ -57,12 +59,11 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import (
     TileScheduler,
     WorkTile,
 )
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import ROW_THREADS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_smem import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.plan.variants import BITS, HALVES, MULTICAST, SPECULATIVE, SPLIT_KV
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.variants import BITS, HALVES, MULTICAST, SPECULATIVE, SPLIT_KV
 
 MAX_EMULATED_COLUMNS = 128  # of Q and V together: up to here the exponentials take as long as the GEMMs
 MAX_LAZY_WARPGROUPS = 2  # with three, the registers of the lazy rescaling are missing elsewhere
@@ -99,6 +100,7 @@ class ConsumerState:
     r_p, r_o: P in the operands' dtype, and the accumulator of O
     softmax: the running softmax of the rows that the thread holds
     scale_log2: factor of the scores in the exponent
+    key_scale, value_scale: of a work tile's e4m3 codes: factors of the scores before score terms, and of the output
     """
 
     thread: Any
@@ -111,6 +113,8 @@ class ConsumerState:
     r_o: cute.Tensor
     softmax: ChainedSoftmax
     scale_log2: Any
+    key_scale: Any = None
+    value_scale: Any = None
 
 
 class ForwardSm90:
@@ -151,7 +155,7 @@ class ForwardSm90:
         build = self.build
         maps = self.placeholder_maps(p)
         params.set_entry_name(build, self.kernel)
-        block, cluster_shape = (build.threads, 1, 1), (build.body.cluster, 1, 1)
+        block, cluster_shape = (build.threads, 1, 1), (build.cluster, 1, 1)
         grid = p.num_queries, 1, 1
         self.kernel(*maps, p).launch(grid=grid, block=block, cluster=cluster_shape, min_blocks_per_mp=1)
         if cutlass.const_expr(build.has_combine):
@@ -196,7 +200,7 @@ class ForwardSm90:
 
     def create_pipelines(self) -> Pipelines:
         """Creates the pipelines. Consumer warps release stages: of key and value in all blocks of a cluster."""
-        warps, blocks = self.consumers // WARP_THREADS, self.build.body.cluster
+        warps, blocks = self.consumers // WARP_THREADS, self.build.cluster
         consumers = {"query": warps, "key": warps * blocks, "value": warps * blocks}
         users = {name: (stages, consumers[name], 0) for name, stages in num_stages(self.build).items()}
         pipes, _ = pipelines.tma_pipelines(self.build, users)
@@ -288,7 +292,7 @@ class ForwardSm90:
             pipes.value.consumer_wait(v_state)
             if cutlass.const_expr(self.overlaps_epilogue):
                 self.warp_scheduler_sync(thread)
-            matmul_pv.issue(self.mma_pv, r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
+            matmul_pv.issue(self.mma_pv, r_o, Operands(consumer.p_operand, consumer.v_operand.stage(v_state.index)))
             if cutlass.const_expr(self.overlaps_epilogue):
                 k_state = self.skip_key_tiles(p, pipes, k_state, wave + 1, waves, cursor)
                 self.issue_first(pipes, consumer, r_s, next_q_state, k_state, wave + 1 < waves)
@@ -332,7 +336,9 @@ class ForwardSm90:
         else:
             matmul_qk.issue(self.mma_qk, r_s, consumer.qk_operands.stage(q_state.index, k_state.index))
         pipes.value.consumer_wait(v_state)
-        matmul_pv.issue(self.mma_pv, consumer.r_o, consumer.p_operand, consumer.v_operand.stage(v_state.index))
+        matmul_pv.issue(
+            self.mma_pv, consumer.r_o, Operands(consumer.p_operand, consumer.v_operand.stage(v_state.index))
+        )
         self.warp_scheduler_arrive(thread)
         dropout_bits, bias = self.score_inputs(p, work, key_tile, consumer)
         if cutlass.const_expr(self.speculates and is_whole):
@@ -428,7 +434,7 @@ class ForwardSm90:
             qk_operands=matmul_qk.operands(self.mma_qk, s_q, s_k, thread),
             parts=tuple(self.part_operands(s_q, s_k, thread, part) for part in range(self.num_parts)),
             p_operand=self.mma_pv.from_registers(r_p),
-            v_operand=matmul_pv.v_operand(self.mma_pv, s_v),
+            v_operand=matmul_pv.b_operand(self.mma_pv, s_v),
             r_p=r_p,
             r_o=self.mma_pv.accumulator(thread),
             softmax=kind(rows, cute.make_rmem_tensor(rows, Float32)),

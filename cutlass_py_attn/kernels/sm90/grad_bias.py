@@ -2,7 +2,7 @@
 
 A persistent block computes one tile of grad_bias after the other. For each (batch, query head) pair that adds to a
 tile, in order, it recomputes dS = P (dP - delta) and adds it in float32 to its registers. Sums over queries or keys are
-for sm80/grad_bias.py.
+for backward_parts/grad_bias.py.
 
     warpgroup   role
     0           warp 0 loads Q, K and logsumexp through one pipeline, dO, V and delta through another (producer)
@@ -27,20 +27,21 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float32, GridConstant, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
+from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import WGMMA_REGISTERS, grad_bias_build
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.common import masking, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import MmaSync, Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_source
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import doivj, matmul_qk
+from cutlass_py_attn.kernels.component_gemms.products import doivj, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.grad_bias_smem import WGMMA_REGISTERS, grad_bias_build
-from cutlass_py_attn.plan.sm90_smem import num_stages, starts_from_logsumexp, tma_tiles
-from cutlass_py_attn.plan.variants import KEEPS_DS
+from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.variants import KEEPS_DS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 VECTOR = 4  # float32 that a thread stores at once
@@ -222,7 +223,7 @@ class GradBiasSm90:
         if cutlass.const_expr(self.main.has("varlen")):
             while (pair < end) & ~self.is_visible(p, tile, smaller(pair, larger(end - 1, 0))):
                 pair = pair + 1
-        elif cutlass.const_expr(self.main.mask != "full"):
+        elif cutlass.const_expr(not self.main.form.sees_all):
             pair = cutlass.select_(self.is_visible(p, tile, pair), pair, end)
         return pair
 
@@ -311,7 +312,7 @@ class GradBiasSm90:
                 # 1  S = Q K^T
                 pipes.scores.consumer_wait(at_s)
                 matmul_qk.issue(gemms.mma_qk, r_s, gemms.qk_parts.stage(at_s.index, at_s.index))
-                matmul_qk.wait(gemms.mma_qk)
+                gemms.mma_qk.wait()
                 # 2  P
                 self.weights(p, gemms, tile, pair, r_s, at_s.index, thread)
                 pipelines.arrive_all(pipes.scores.sync_object_empty, at_s.index)
@@ -321,7 +322,7 @@ class GradBiasSm90:
                 doivj.issue(gemms.mma_dov, r_dp, gemms.dov_parts.stage(at_w.index, at_w.index))
                 following = self.next_pair(p, work, pair + 1)
                 self.load_bias(p, work, following, thread, self.bias_differs(p))
-                doivj.wait(gemms.mma_dov)
+                gemms.mma_dov.wait()
                 # 4  dS
                 self.add_score_gradient(p, gemms, tile, pair, (r_sum, r_s, r_dp), at_w.index, thread)
                 pipelines.arrive_all(pipes.weights.sync_object_empty, at_w.index)

@@ -15,11 +15,11 @@ from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import params, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import bias_of
+from cutlass_py_attn.kernels.sm90.layout import stored_tiles
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.sm90_smem import stored_tiles
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 
 CLEAR_UNROLL = 4  # rows that a thread clears in one step of the loop
 
@@ -58,7 +58,7 @@ class GradBiasStore:
     def clear_unvisited(self, p: Any, work_tile: WorkTile):
         """Writes zeros for the queries ahead of the first query tile that the key tile visits, and behind the last."""
         build = self.build
-        if cutlass.const_expr(build.mask != "full"):
+        if cutlass.const_expr(not build.form.sees_all):
             queries = work_tile.seqlen.num_queries
             first, end = work_tile.first * build.tile_m, work_tile.end * build.tile_m
             first_head = self.tile_order.first(p, work_tile).head

@@ -14,16 +14,16 @@ import cutlass.cute as cute
 import cutlass.experimental.primitives as prim
 from cutlass import Float32, Int32
 
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.wgmma import Wgmma
-from cutlass_py_attn.kernels.component_gemms import grad_q
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
+from cutlass_py_attn.kernels.component_gemms.products import grad_q
+from cutlass_py_attn.kernels.sm90.layout import grad_query_bytes, grad_query_piece, staged_pieces
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
-from cutlass_py_attn.plan.sm90_smem import grad_query_bytes, grad_query_piece, staged_pieces
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 
@@ -91,7 +91,7 @@ class GradQueryGemm:
             s_k = cute.local_tile(operands.key, (self.build.tile_n, self.columns), (0, j))
             r_dq = mma_dsk.accumulator(thread)
             grad_q.issue(mma_dsk, r_dq, grad_q.operands(mma_dsk, s_ds, s_k, thread))
-            grad_q.wait(mma_dsk)
+            mma_dsk.wait()
             if number == self.count - 1:
                 release()
             yield Piece(number, i * self.rows, j * self.columns, mma_dsk, r_dq)

@@ -20,9 +20,10 @@ from cutlass import Int32
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, SumTarget
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_smem import ADDING_WARPS, BARRIER_BYTES
+from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
+from cutlass_py_attn.launch.smem import BARRIER_BYTES
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 

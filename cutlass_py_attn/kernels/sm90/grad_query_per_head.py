@@ -18,20 +18,20 @@ import cutlass.experimental.primitives as prim
 from cutlass import Boolean, Int32
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.dynamic_tiles import column_slice
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, Piece, SumStaging
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_smem import BARRIER_BYTES
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS
+from cutlass_py_attn.launch.smem import BARRIER_BYTES
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 

@@ -14,17 +14,17 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warp
 
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
+from cutlass_py_attn.kernels.backward_parts.postprocess import BackwardPostprocess
 from cutlass_py_attn.kernels.common import seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.mma_sync import Operands, RegisterOperand
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
-from cutlass_py_attn.kernels.component_gemms import grad_q
-from cutlass_py_attn.kernels.sm80.backward_postprocess import BackwardPostprocess
-from cutlass_py_attn.kernels.sm80.grad_query_accum import GradQueryAccum
+from cutlass_py_attn.kernels.component_gemms.products import grad_q
 from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, warpgroup_gemm
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 
 
 class TransposedGradQueryGemm(GradQueryGemm):
@@ -52,7 +52,7 @@ class TransposedGradQueryGemm(GradQueryGemm):
             s_ds = cute.local_tile(operands.s_ds, (self.rows, self.build.tile_n), (number, 0))
             r_dq = mma.accumulator(thread)
             grad_q.issue(mma, r_dq, Operands(RegisterOperand(operands.key), mma.b_operand(s_ds)))
-            grad_q.wait(mma)
+            mma.wait()
             if number == self.count - 1:
                 release()
             yield Piece(number, number * self.rows, 0, mma, r_dq)

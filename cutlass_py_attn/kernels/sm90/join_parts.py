@@ -17,9 +17,9 @@ from cutlass_py_attn.kernels.common.combine import VECTOR, Combine, PackedRow
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.softmax import QUAD
 from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler, SplitKeysScheduler
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import COMBINE_WARPS
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import COMBINE_WARPS
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 

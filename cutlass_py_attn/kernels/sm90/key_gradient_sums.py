@@ -14,15 +14,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.backward_parts.grad_query_accum import SumOrder
+from cutlass_py_attn.kernels.backward_parts.layout import shared_tile_layout
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.component_gemms import grad_k, grad_v
-from cutlass_py_attn.kernels.sm80.grad_query_accum import SumOrder
+from cutlass_py_attn.kernels.component_gemms.products import grad_k, grad_v
 from cutlass_py_attn.kernels.sm90.backward_kernel import key_gradient_tile, store_key_gradient
 from cutlass_py_attn.kernels.sm90.grad_query import warpgroup_gemm
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS, WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_smem import CONSUMER_WARPGROUPS, WARPGROUP_ROWS, shared_tile_layout
+from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS, WARPGROUP_THREADS
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from cutlass import Int32
 
 from cutlass_py_attn.integers import ceil_div, larger
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
+from cutlass_py_attn.kernels.sm90.layout import WORK_TILE_WORDS
 from cutlass_py_attn.kernels.sm90.tile_scheduler import Cursor, TileScheduler, WorkTile
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.sm90_smem import WORK_TILE_WORDS
-from cutlass_py_attn.plan.variants import CLUSTER
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import CLUSTER
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
 NONE_LEFT = -1  # in place of a key tile
@@ -94,7 +94,7 @@ class KeyTileScheduler(TileScheduler):
             return tile_order.deterministic_key_tile_at(number, tiles, heads, fitting)
         _, blocks = self.worker()
         counted = tile_order.dynamic_group_heads(fitting, heads, tiles, blocks)
-        return tile_order.key_tile_at(build.mask, number, tiles, heads, counted)
+        return tile_order.key_tile_at(build.form, number, tiles, heads, counted)
 
     def _key_tile(self, p: Any, of: seqlen_info.SeqlenInfo, head: Int32, tile: Int32) -> WorkTile:
         """Returns the work tile of a key tile."""
@@ -228,7 +228,7 @@ class ClusterKeyTileScheduler(KeyTileScheduler):
         tiles = ceil_div(p.num_keys, CLUSTER * build.tile_n)
         fitting = tile_order.heads_in_l2(p.num_queries * p.group, self.bytes_of_query)
         at_once = tile_order.static_group_heads(fitting, heads * p.batch, clusters)
-        pair, rest = tile_order.key_tile_at(build.mask, number, tiles, heads * p.batch, at_once)
+        pair, rest = tile_order.key_tile_at(build.form, number, tiles, heads * p.batch, at_once)
         of = seqlen_info.create(build, p, rest // heads)
         band = seqlen_info.band(build, p, of)
         visited = tile_order.nonempty_query_tiles(band, pair, build.tile_m, CLUSTER * build.tile_n)

@@ -21,11 +21,12 @@ from cutlass import Int32
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import paging, params, seqlen_info, tile_copy, tma
+from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, most_box_rows
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.sm90_smem import RAGGED_ROWS, most_box_rows, tma_tiles
-from cutlass_py_attn.plan.smem import swizzle_bytes
+from cutlass_py_attn.kernels.sm90.layout import tma_tiles
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.smem import swizzle_bytes
 
 # Most boxes, and copies of their strips, that are issued together, so that their addresses overlap. The producer has no
 # registers for more.

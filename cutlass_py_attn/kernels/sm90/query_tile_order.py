@@ -1,6 +1,6 @@
 """Query tile order: the order in which one key tile of the sm90 backward visits query tiles, over all query heads.
 
-Every function takes Python ints or traced integers, as in plan/tile_order.py.
+Every function takes Python ints or traced integers, as in launch/tile_order.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutlass_py_attn.integers import choose
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.variants import QUERY_HEADS
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import QUERY_HEADS
 
 if TYPE_CHECKING:
     from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile

@@ -6,7 +6,7 @@ from typing import Any
 from cutlass import Int32
 
 from cutlass_py_attn.kernels.common import seqlen_info
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Band
 
 

@@ -9,11 +9,10 @@ from cutlass import Int32
 
 from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import seqlen_info
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.sm90_smem import WARPGROUP_ROWS
-from cutlass_py_attn.plan.variants import CLUSTER
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS
+from cutlass_py_attn.launch.variants import CLUSTER
 from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.problem.tensors import E4M3_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -63,7 +62,7 @@ class TileScheduler:
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        self.rows = build.tile_m * build.body.cluster  # query rows that a worker computes in a wave
+        self.rows = build.tile_m * build.cluster  # query rows that a worker computes in a wave
         item_bytes = E4M3_BYTES if build.has(registry.KV8) else build.item_bytes
         self.bytes_of_key = item_bytes * (build.head_dim + build.head_dim_value)
 
@@ -79,7 +78,7 @@ class TileScheduler:
         """Returns (worker index, worker count)."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        together = self.build.body.cluster
+        together = self.build.cluster
         return (block, blocks) if together == 1 else (block // together, blocks // together)
 
     @cute.jit
@@ -117,7 +116,7 @@ class TileScheduler:
         seqlen = seqlen_info.create(self.build, p, cursor.sequence)
         tiles = ceil_div(seqlen.num_queries, self.rows)
         tile, head = self._in_mask_order(number - cursor.tiles_before, tiles, p.num_heads, p.num_heads)
-        if self.build.mask != "full":
+        if not self.build.form.sees_all:
             # Every second sequence ends with its longest tiles, which balances the blocks if lengths differ.
             tile = cutlass.select_(cursor.sequence % 2 == 0, tile, tiles - 1 - tile)
         return self._create_tile(p, seqlen, head, tile), cursor
@@ -151,7 +150,7 @@ class TileScheduler:
 
     def _in_order(self, p: Any, number: Int32, tiles: Int32, heads: Int32) -> tuple[Int32, Int32]:
         """Returns (query tile, head) of tile `number`, where all sequences have `tiles` tiles a head."""
-        if self.build.tile_m == WARPGROUP_ROWS and self.build.mask != "full":
+        if self.build.tile_m == WARPGROUP_ROWS and not self.build.form.sees_all:
             # For few tiles, most often one a block: finding the group of heads takes longer than the order saves.
             return tiles - 1 - number // heads, number % heads
         _, workers = self.worker()
@@ -160,7 +159,7 @@ class TileScheduler:
 
     def _in_mask_order(self, number: Int32, tiles: Int32, heads: Int32, at_once: Int32) -> tuple[Int32, Int32]:
         """Returns (query tile, head) of tile `number`; with a mask the longest tiles of `at_once` heads come first."""
-        if self.build.mask == "full":
+        if self.build.form.sees_all:
             return number % tiles, number // tiles
         return tile_order.longest_first_in_groups(number, tiles, heads, at_once)
 

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.common import masking, params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.views import transposed
@@ -19,10 +20,9 @@ from cutlass_py_attn.kernels.sm90 import dropout_transposed
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90.swap_ab import PairCoordinate, column_pairs, pair_coordinates, swap_view
 from cutlass_py_attn.kernels.sm90.transposed_bias import TransposedBias, TransposedScoreMod
-from cutlass_py_attn.plan import tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.sm90_smem import starts_from_logsumexp
-from cutlass_py_attn.plan.variants import KEEPS_DS
+from cutlass_py_attn.launch import tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import KEEPS_DS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ r // group of head r % group. A tile has 64 rows. A fixed number of blocks share
 lengths are on the device, see decode/chunk_schedule.py; its combine kernel joins the pieces of a row.
 
 O of all 512 columns would take more registers than a warpgroup has, so each of two warpgroups has half of the columns.
-Each computes S and P of the latent tiles of one of both slots (plan/sm90_mla.py), and hands P and the factors of the
+Each computes S and P of the latent tiles of one of both slots (layout.py), and hands P and the factors of the
 rows to the other through shared memory. A latent tile is loaded once, for S and for both halves of O.
 
     step    warpgroup 0                                     warpgroup 1
@@ -35,26 +35,15 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.quad_transpose import VECTOR_ELEMENTS, load_vector, store_row
 from cutlass_py_attn.kernels.common.softmax import QUAD, multiply_rows, safe_scale
-from cutlass_py_attn.kernels.common.wgmma import (
-    DescriptorOperand,
-    Wgmma,
-    row_view,
-    smem_column_slice,
-    smem_tile_at,
-)
-from cutlass_py_attn.kernels.component_gemms import matmul_pv, matmul_qk
+from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view, smem_column_slice, smem_tile_at
+from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.decode.chunk_schedule import ChunkSchedule, Piece, Place
 from cutlass_py_attn.kernels.decode.persistent import CombinePieces
 from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.alternating_softmax import AlternatingSoftmax
 from cutlass_py_attn.kernels.sm90.named_barriers import MlaDecodeBarrier
 from cutlass_py_attn.kernels.sm90_mla.latent_codes import LatentCodes
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing, LatentTile
-from cutlass_py_attn.plan import abi, tile_order
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import ROW_THREADS
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS
-from cutlass_py_attn.plan.sm90_mla import (
+from cutlass_py_attn.kernels.sm90_mla.layout import (
     CHUNKS,
     HALVES,
     ROPE_COLUMNS,
@@ -63,8 +52,13 @@ from cutlass_py_attn.plan.sm90_mla import (
     VALUE_CHUNKS,
     WARP_ROWS,
     WARPGROUPS,
+    registers,
 )
-from cutlass_py_attn.plan.sm90_smem import registers
+from cutlass_py_attn.kernels.sm90_wide.alternating_softmax import AlternatingSoftmax
+from cutlass_py_attn.launch import abi, tile_order
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import ROW_THREADS
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.score_terms import registry
 
 QUERY_LOADS = 6  # vectors of the query tile that a thread has in flight
@@ -312,7 +306,7 @@ class MlaDecodeSm90:
         """Rescales O by the factors of a slot's tile, and issues O += P V."""
         own.softmax.rescale([row_view(own.output)], slot)
         # 3  O += P V
-        matmul_pv.issue(self.mma_pv, own.output, p_operand, own.value.stage(slot))
+        matmul_pv.issue(self.mma_pv, own.output, Operands(p_operand, own.value.stage(slot)))
 
     def compute_weights(self, p: Any, piece: Piece, own: Warpgroup, r_s: cute.Tensor, tile: Int32) -> cute.Tensor:
         """Turns S of this warpgroup's slot into P; returns it, and stores it for the other warpgroup."""
@@ -471,7 +465,7 @@ class MlaDecodeSm90:
             query=[mma_qk.a_operand(smem_column_slice(query, *columns_of), thread).stage(0) for columns_of in slices],
             key=[mma_qk.b_operand(smem_column_slice(tiles, *columns_of)) for columns_of in slices],
             p=mma_pv.a_operand(self.ring.p_tile(1 - index), thread),
-            value=matmul_pv.v_operand(mma_pv, smem_column_slice(tiles, index * columns, columns)),
+            value=matmul_pv.b_operand(mma_pv, smem_column_slice(tiles, index * columns, columns)),
             output=output,
             softmax=AlternatingSoftmax(
                 index,

@@ -26,9 +26,7 @@ from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
 from cutlass_py_attn.kernels.sm90.paged_loads import NO_PAGE, box_coordinates
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARP_THREADS
-from cutlass_py_attn.plan.sm90_mla import (
+from cutlass_py_attn.kernels.sm90_mla.layout import (
     P_STRIP,
     ROPE_CHUNK,
     SLOTS,
@@ -38,6 +36,8 @@ from cutlass_py_attn.plan.sm90_mla import (
     WARP_ROWS,
     WARPGROUPS,
 )
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 
 LANE_CODES = 16  # of one load

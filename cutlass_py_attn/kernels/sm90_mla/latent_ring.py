@@ -21,9 +21,7 @@ from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads, box_coordinates
 from cutlass_py_attn.kernels.sm90.pipelines import first_barrier
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
-from cutlass_py_attn.plan.sm90_mla import (
+from cutlass_py_attn.kernels.sm90_mla.layout import (
     CHUNKS,
     HALVES,
     P_STRIP,
@@ -32,6 +30,8 @@ from cutlass_py_attn.plan.sm90_mla import (
     VALUE_STRIPS,
     WARPGROUPS,
 )
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.score_terms import registry
 
 ROW_BYTES = 128  # of a row of a strip

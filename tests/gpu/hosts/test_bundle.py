@@ -11,8 +11,8 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.bundle.files import export_bundle
 from cutlass_py_attn.bundle.numbers import inputs
 from cutlass_py_attn.errors import Stale
-from cutlass_py_attn.plan.arch import targets
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.arch import targets
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import device_memory
 from cutlass_py_attn.testing.cases import Case

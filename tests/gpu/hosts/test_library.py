@@ -17,7 +17,7 @@ from cutlass_py_attn.bundle.files import Bundle, export_library
 from cutlass_py_attn.bundle.row_rules import RowProblem
 from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.plan.arch import targets
+from cutlass_py_attn.launch.arch import targets
 from cutlass_py_attn.problem.tensors import FLOAT8
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import device_memory, guarded_check

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.api import attention, call_cache, options
+from cutlass_py_attn.api import calls, options
 from cutlass_py_attn.api.lru_cache import LruCache
 
 
@@ -47,8 +47,8 @@ def test_a_destructor_may_use_the_cache() -> None:
 
 def test_the_caches_of_calls_are_locked() -> None:
     for cache, size in (
-        (attention._prepared_calls, attention.MAX_PREPARED_CALLS),
-        (call_cache._calls, call_cache.MAX_CALLS),
+        (calls._prepared, calls.MAX_PREPARED),
+        (calls._repeated, calls.MAX_REPEATED),
         (options._checked, 256),
     ):
         assert isinstance(cache, LruCache)

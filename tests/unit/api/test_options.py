@@ -12,13 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.runtime import driver, fill
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -45,7 +44,7 @@ class Kernels:
 
 @pytest.fixture
 def kernels() -> Kernels:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
     return Kernels()
 
 
@@ -73,21 +72,6 @@ TERMS: dict[str, Any] = {
     "alibi_slopes": aligned((B, H), "f4", 12),
     "sinks": aligned((H,), "f4", 13),
 }
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_score_mod_arrays_are_read_in_place(driver_log: FakeDriver, kernels: Kernels, direction: str) -> None:
-    given: dict[str, Any] = {name: InterfaceArray(array) for name, array in TERMS.items()}
-    if direction == "forward":
-        attention_forward(*on_device(arrays_of(FORWARD)), kernels=kernels, softcap=4.0, mask=Causal(7), **given)
-    else:
-        attention_backward(*on_device(arrays_of(BACKWARD)), kernels=kernels, softcap=4.0, mask=Causal(7), **given)
-    struct = last_struct(driver_log, kernels)
-    assert {name: struct[name] for name in TERMS} == {name: array.ctypes.data for name, array in TERMS.items()}
-    assert [struct[f"bias_{axis}"] for axis in ("batch", "head", "row", "column")] == [0, MK, 0, 1]
-    assert (struct["alibi_batch"], struct["softcap"], struct["window_left"]) == (H, 4.0, 6)
-    assert kernels.build.features == ("alibi", "bias", "sinks", "softcap")
-    assert not driver_log.of("cuMemcpyHtoDAsync")
 
 
 def test_numpy_score_mod_arrays_are_copied(driver_log: FakeDriver, kernels: Kernels) -> None:
@@ -208,7 +192,7 @@ def test_numpy_out_gets_the_result(driver_log: FakeDriver, kernels: Kernels) -> 
     assert (target == 3).all()
     assert (target.base[..., D:] == 1).all()
     target.flags.writeable = False
-    with pytest.raises(NotSupported, match="output is a read-only array: must be a writable one"):
+    with pytest.raises(NotSupported, match=r"output = .*: must be writable"):
         attention_forward(*arrays_of(FORWARD).values(), kernels=kernels, out=target)
 
 
@@ -255,7 +239,7 @@ def test_packed_gradients(driver_log: FakeDriver, kernels: Kernels) -> None:
     steps = [struct["grad_key"] - struct["grad_query"], struct["grad_value"] - struct["grad_key"]]
     assert steps == [H * D * 2] * 2
     assert [struct[f"grad_value_{axis}"] for axis in ("batch", "row", "head")] == [MQ * 3 * H * D, 3 * H * D, D]
-    with pytest.raises(NotSupported, match="packed: the operands' library is unknown"):
+    with pytest.raises(NotSupported, match=r"packed = True: .* arrays of an unknown library"):
         attention_backward(*on_device(operands), kernels=kernels, packed=True)
 
 
@@ -300,7 +284,7 @@ def test_options_that_only_the_backward_has(driver_log: FakeDriver, kernels: Ker
     attention_backward(*on_device(arrays_of(BACKWARD)), kernels=kernels, **option)
     assert kernels.build.deterministic == ("deterministic" in option)
     assert last_struct(driver_log, kernels)["num_splits_key"] == 1
-    with pytest.raises(NotSupported, match="is unknown"):
+    with pytest.raises(NotSupported, match="option = "):
         attention_forward(*on_device(arrays_of(FORWARD)), kernels=kernels, **option)
 
 
@@ -329,7 +313,7 @@ def test_clear_changes_every_element_and_no_gap(
 
 def test_dense_results_are_cleared_by_one_call(driver_log: FakeDriver) -> None:
     memory = np.ones(2000, "f2")
-    for shape, strides, calls in (
+    for shape, strides, count in (
         ((2, 5, 3, 8), (120, 24, 8, 1), 1),
         ((2, 5, 3, 8), (120, 8, 40, 1), 1),  # heads before rows
         ((2, 5, 3, 8), (360, 72, 8, 1), 1),  # a slice of packed gradients
@@ -338,4 +322,4 @@ def test_dense_results_are_cleared_by_one_call(driver_log: FakeDriver) -> None:
         driver_log.clear()
         with driver.device(0).current():
             fill.clear(Tensor(shape, strides, "float16"), memory.ctypes.data, 0)
-        assert len(driver_log.names) == calls
+        assert len(driver_log.names) == count

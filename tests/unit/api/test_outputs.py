@@ -9,40 +9,39 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.refusals import Refusal
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import InterfaceArray, aligned, artifact
+from tests.support.refusals import expect
 
 Array = npt.NDArray[Any]
 B, M, H, D = 2, 20, 3, 16
 SHAPE = (B, M, H, D)
-RESULT = "each result must have memory of its own; pass separate arrays"
+RESULT = "each result must have memory of its own, and this shares it with"
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
 
 
 def own(name: str, operand: str) -> str:
-    """Returns the reason for a result in an operand's memory."""
-    return (
-        f"{name} shares memory with {operand}: must have memory of its own, because some thread blocks read {operand} "
-        f"after others have written {name}; pass another array or leave it out"
-    )
+    """Returns the refusal of a result in an operand's memory."""
+    return f"{name}: must have memory of its own, and shares it with {operand}"
 
 
-def reasons_of(call: Callable[[], Any], log: FakeDriver) -> list[str]:
+def refusals_of(call: Callable[[], Any], log: FakeDriver) -> tuple[Refusal, ...]:
     """Returns why the call is refused, and checks that nothing was written or launched."""
     log.clear()
     with pytest.raises(NotSupported) as caught:
         call()
     assert not [name for name in log.names if name.startswith(("cuMem", "cuLaunch", "cuGraph"))]
-    return list(caught.value.reasons)
+    return caught.value.refusals
 
 
 # How a caller passes arrays, and the backend.
@@ -70,8 +69,8 @@ def test_one_array_for_two_gradients(driver_log: FakeDriver, way: Any) -> None:
     target = made(aligned(SHAPE, "f4"))
     operands = [made(array) for array in backward_operands()]
     out = Gradients(query=target, key=target, value=made(aligned(SHAPE, "f4")))
-    found = reasons_of(lambda: attention_backward(*operands, out=out, **options), driver_log)
-    assert found == [f"grad_query shares memory with grad_key: {RESULT}"]
+    found = refusals_of(lambda: attention_backward(*operands, out=out, **options), driver_log)
+    expect(found, [f"grad_query: {RESULT} grad_key"])
 
 
 def test_gradients_that_overlap_in_part(driver_log: FakeDriver, way: Any) -> None:
@@ -79,8 +78,8 @@ def test_gradients_that_overlap_in_part(driver_log: FakeDriver, way: Any) -> Non
     whole = aligned((B, 2 * M, H, D), "f4")
     parts = [made(whole[:, start : start + M]) for start in (0, M, M - 1)]
     operands = [made(array) for array in backward_operands()]
-    found = reasons_of(lambda: attention_backward(*operands, out=Gradients(*parts), **options), driver_log)
-    assert found == [f"grad_{name} shares memory with grad_value: {RESULT}" for name in ("query", "key")]
+    found = refusals_of(lambda: attention_backward(*operands, out=Gradients(*parts), **options), driver_log)
+    expect(found, [f"grad_{name}: {RESULT} grad_value" for name in ("query", "key")])
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "sequences"])
@@ -90,8 +89,8 @@ def test_out_in_the_memory_of_query(driver_log: FakeDriver, way: Any, varlen: bo
     if varlen:
         bounds = made(np.array([0, 5, M], "i4"))
         options = options | {"sequences": VariableLength(bounds, bounds, M - 5, M - 5)}
-    found = reasons_of(lambda: attention_forward(query, key, value, out=query, **options), driver_log)
-    assert found == [own("output", "query")]
+    found = refusals_of(lambda: attention_forward(query, key, value, out=query, **options), driver_log)
+    expect(found, [own("output", "query")])
 
 
 def test_out_in_the_memory_of_several_operands(driver_log: FakeDriver, way: Any) -> None:
@@ -101,22 +100,22 @@ def test_out_in_the_memory_of_several_operands(driver_log: FakeDriver, way: Any)
     bias = made(whole[..., 0].reshape(-1)[:H].reshape(1, H, 1, 1).copy())
     sinks = made(whole.reshape(-1)[-H:])
     target = made(whole[:, :, 1 : H + 1])
-    found = reasons_of(
+    found = refusals_of(
         lambda: attention_forward(query, key, value, out=target, bias=bias, sinks=sinks, **options), driver_log
     )
-    assert found == [own("output", "query"), own("output", "key")]
+    expect(found, [own("output", "query"), own("output", "key")])
     target = made(whole[:, :, H:])
-    found = reasons_of(
+    found = refusals_of(
         lambda: attention_forward(query, value, value, out=target, bias=bias, sinks=sinks, **options), driver_log
     )
-    assert found == [own("output", "sinks")]
+    expect(found, [own("output", "sinks")])
 
 
 def test_gradient_in_the_memory_of_an_operand(driver_log: FakeDriver, way: Any) -> None:
     made, options = way
     operands = [made(array) for array in backward_operands()]
-    found = reasons_of(lambda: attention_backward(*operands, out=Gradients(value=operands[0]), **options), driver_log)
-    assert found == [own("grad_value", "grad_output")]
+    found = refusals_of(lambda: attention_backward(*operands, out=Gradients(value=operands[0]), **options), driver_log)
+    expect(found, [own("grad_value", "grad_output")])
 
 
 def test_slices_of_one_array_are_separate(driver_log: FakeDriver, way: Any) -> None:
@@ -142,17 +141,17 @@ def test_an_array_that_overlaps_itself(driver_log: FakeDriver, way: Any, stride:
     whole = np.ones(B * M * H * D, "f4")
     target = np.lib.stride_tricks.as_strided(whole, SHAPE, (M * H * D * 4, H * D * 4, stride, 4))
     operands = [made(aligned(SHAPE, "f4", seed)) for seed in range(3)]
-    (reason,) = reasons_of(lambda: attention_forward(*operands, out=made(target), **options), driver_log)
-    assert reason.startswith("output has ")
-    assert reason.endswith("an output must not overlap itself; allocate it in full")
+    (found,) = refusals_of(lambda: attention_forward(*operands, out=made(target), **options), driver_log)
+    assert found.name == "output"
+    assert "an output must not overlap itself" in found.rule
 
 
 def test_overlaps_join_the_other_reasons(driver_log: FakeDriver, way: Any) -> None:
     made, options = way
     operands = [made(array) for array in backward_operands()]
     options = options | {"scale": float("nan"), "num_splits_key": 0}
-    found = reasons_of(lambda: attention_backward(*operands, out=Gradients(query=operands[1]), **options), driver_log)
-    assert [reason.split(" ")[0] for reason in found] == ["scale", "num_splits_key", "grad_query"]
+    found = refusals_of(lambda: attention_backward(*operands, out=Gradients(query=operands[1]), **options), driver_log)
+    assert [refusal.field for refusal in found] == ["scale", "num_splits_key", "grad_query"]
 
 
 def test_overlaps_are_found_in_every_call_of_a_layout(driver_log: FakeDriver, way: Any) -> None:
@@ -160,5 +159,5 @@ def test_overlaps_are_found_in_every_call_of_a_layout(driver_log: FakeDriver, wa
     operands = [made(aligned(SHAPE, "f4", seed)) for seed in range(3)]
     for _ in range(2):
         attention_forward(*operands, out=made(aligned(SHAPE, "f4")), **options)
-        found = reasons_of(lambda: attention_forward(*operands, out=operands[2], **options), driver_log)
-        assert found == [own("output", "value")]
+        found = refusals_of(lambda: attention_forward(*operands, out=operands[2], **options), driver_log)
+        expect(found, [own("output", "value")])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn import PerformanceWarning, attention_forward, mla_attention_forward
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api import calls
 from cutlass_py_attn.plan import performance
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
@@ -20,7 +20,7 @@ KEYS, HEADS, DIM, DIM_VALUE = 4096, 16, 576, 512
 
 @pytest.fixture(autouse=True)
 def _fresh(driver_log: FakeDriver) -> None:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
 
 
 def operands() -> tuple[np.ndarray[Any, Any], ...]:

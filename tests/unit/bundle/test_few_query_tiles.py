@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from cutlass_py_attn import export_bundle, export_library
-from cutlass_py_attn.bundle.dispatch import NEVER, order_key, preferred_when
-from cutlass_py_attn.plan import launch_rules, planner, sm90
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.bundle.dispatch import order_key, preferred_when
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.sm90_family.row import NEVER
+from cutlass_py_attn.kernels.sm90_family.tiles import sm90_tiles
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.variants import MULTICAST, SPLIT_KV, STANDARD
+from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.expressions import Expr
-from cutlass_py_attn.plan.tile_config import TileConfig
-from cutlass_py_attn.plan.tiles import sm90_tiles
-from cutlass_py_attn.plan.variants import MULTICAST, SPLIT_KV, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from tests.support import fakes
@@ -35,10 +37,10 @@ def in_parts(problem: Problem) -> dict[Build, TileConfig]:
     """The kernels of variant split_kv for a problem, whether they are faster or not, and the tile of each."""
     found = {}
     for tile in sm90_tiles(problem):
-        if tile.variant == STANDARD and sm90.applies(problem, tile, 132):
+        if tile.variant == STANDARD and sm90_choice.applies(problem, tile, 132):
             split = TileConfig(tile.tile_m, tile.tile_n, tile.warps, tile.query_stages, variant=SPLIT_KV)
-            build, objections = build_for(problem, "sm_90a", split, "sm90")
-            if not objections:
+            build, refused = build_for(problem, "sm_90a", split, "sm90")
+            if not refused:
                 found[build] = split
     return found
 
@@ -51,7 +53,7 @@ def is_preferred(rule: Expr, problem: Problem, build: Build, num_sms: int) -> bo
 
 def planned(problem: Problem, num_sms: int) -> tuple[set[tuple[int, int]], TileConfig]:
     """The tiles that the planner has in parts, and the one that it has without."""
-    tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms)
+    tiles = sm90_choice.applicable(problem, num_sms)
     parts = {(tile.tile_m, tile.tile_n) for tile in tiles if tile.variant == SPLIT_KV}
     return parts, next(tile for tile in tiles if tile.variant != SPLIT_KV)
 
@@ -66,8 +68,8 @@ def cases(dims: str, mask: str) -> list[Problem]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dims", DIMS)
 def test_kernels_in_parts_are_preferred_where_the_planner_has_them(dims: str, mask: str) -> None:
-    """The rule compares with the tile that a library has. Of short sequences the planner may have one of 64 rows, and
-    of long causal ones of d 96 one of 112 keys: these are faster than parts of a few sizes more."""
+    """The rule compares with the tiles that a library has. The planner may have one of 64 rows for short sequences,
+    which is faster than parts of a few sizes more."""
     rules: dict[Build, str] = {}
     seen = set()
     for problem, num_sms in itertools.product(cases(dims, mask), (132, 78)):
@@ -75,28 +77,29 @@ def test_kernels_in_parts_are_preferred_where_the_planner_has_them(dims: str, ma
         for build, tile in in_parts(problem).items():
             rule = rules.setdefault(build, preferred_when(build))
             found, wanted = is_preferred(rule, problem, build, num_sms), (tile.tile_m, tile.tile_n) in parts
-            is_other = usual.tile_m == 64 or (usual.tile_m, usual.tile_n) == sm90.LONG_CAUSAL_TILE
-            if not (found and is_other):
+            if not (found and usual.tile_m == 64):
                 assert found == wanted, (problem, num_sms, str(tile))
             seen.add(found)
     assert seen == {True, False}
 
 
 def test_short_sequences_at_which_a_library_alone_has_parts() -> None:
-    """The planner has 64 x 128 whole, which no library has; 128 x 128 is slower than its parts."""
+    """The planner has 64 x 128 whole; of a library without that kernel, 128 x 128 is slower than its parts."""
     problem = problem_of("bf16_d128_q500_s1100_b1_h4_full")
     build = planner.plan(problem_of("bf16_d128_q512_s8192_b1_h4_full"), "sm_90a").build
     parts, usual = planned(problem, 78)
     assert (build.tile_m, build.tile_n) == (128, 128)
     assert ((128, 128) in parts, usual.tile_m) == (False, 64)
     assert is_preferred(preferred_when(build), problem, build, 78)
+    short, _ = build_for(problem, "sm_90a", usual, "sm90")
+    assert not is_preferred(preferred_when(build, [short]), problem, build, 78)
 
 
 def test_head_dims_without_a_known_speed_are_never_in_parts() -> None:
     """Of the tile for long sequences, whose query tiles would be whole."""
     problem = problem_of("bf16_d192v128_q512_s8192_b1_h4_full")
-    build, objections = build_for(problem, "sm_90a", TileConfig.parse("128x64x12:2+split_kv"), "sm90")
-    assert objections == []
+    build, refused = build_for(problem, "sm_90a", TileConfig.parse("128x64x12:2+split_kv"), "sm90")
+    assert refused == []
     assert planned(problem, 132)[0] == set()
     assert preferred_when(build) == NEVER
 
@@ -138,9 +141,9 @@ def test_of_several_tiles_in_parts_the_planner_s_is_preferred(dims: str, sizes: 
         preferred = [
             (build.tile_m, build.tile_n)
             for build in sorted(builds, key=order_key)
-            if is_preferred(preferred_when(build, builds), problem, build, num_sms)
+            if is_preferred(preferred_when(build, [*builds]), problem, build, num_sms)
         ]
-        tiles = sm90.applicable(problem, sm90_tiles(problem), num_sms)
+        tiles = sm90_choice.applicable(problem, num_sms)
         wanted = [(tile.tile_m, tile.tile_n) for tile in tiles if tile.variant == SPLIT_KV][:1]
         assert preferred == wanted
         seen |= {*wanted}

@@ -15,8 +15,11 @@ from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.bundle.numbers import inputs
 from cutlass_py_attn.bundle.rules import tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan import decode, entry_points, launch_rules, planner
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.plan import entry_parameters, launch_rules, planner
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.plan.preconditions import conditions, limits, mapped
 from cutlass_py_attn.problem import spec
@@ -85,10 +88,12 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
 
     grids_of = launch_rules.grids_of(exported, build)
     has_maps = any(launch.tensor_maps for launch in plan.launches)
-    with_maps = [role for role in entry_points.entries(build) if has_maps and entry_points.has_tensor_maps(build, role)]
-    maps = [launch_rules.tensor_map(exported, it) for _ in with_maps for it in entry_points.tensor_maps(build)]
+    with_maps = [
+        role for role in entry_points.entries(build) if has_maps and entry_parameters.has_tensor_maps(build, role)
+    ]
+    maps = [launch_rules.tensor_map(exported, it) for _ in with_maps for it in kernel_of(build).tensor_maps(build)]
     return {
-        "sizes": {name: names[name] for name in launch_rules.definitions(exported, build) if name != "group"},
+        "sizes": {name: names[name] for name in ("num_splits_key", "total_tiles") if name in names},
         "launches": {
             symbol: tuple(rule.evaluate(names) for rule in grids_of[role])
             for role, symbol in entry_points.entries(build).items()
@@ -311,7 +316,7 @@ def test_crafted_problems_are_refused_or_planned(direction: str) -> None:
     case = "bf16_d128_s1000_b2_h4k2_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
     data = json.loads(json.dumps(to_json(spec.parse(case).problem(direction))))
     data["alibi_slopes"]["strides"] = []
-    with pytest.raises(NotSupported, match=r"alibi_slopes has shape .* must have a stride for each axis"):
+    with pytest.raises(NotSupported, match=r"alibi_slopes.strides = .* must have a stride for each axis"):
         from_json(data).check()
     data["alibi_slopes"]["strides"] = [1]
     refused = 0
@@ -329,6 +334,6 @@ def test_crafted_problems_are_refused_or_planned(direction: str) -> None:
 def test_a_plan_for_another_device_stops_the_export() -> None:
     problem = spec.parse("bf16_d64_s1024_b4_h8_causal").problem("forward")
     plan = planner.plan(problem, "sm_90a", num_sms=16)
-    assert plan.build.body.lengths == "any"
+    assert kernel_of(plan.build).lengths == "any"
     with pytest.raises(Stale, match="update the rules of bundles to the planner"):
         manifest("attention", (Target(problem, plan, artifact(plan.build), 132),), {})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import expressions, planner
+from cutlass_py_attn.launch import expressions
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.spec import parse
 from tests.support import bundles
 

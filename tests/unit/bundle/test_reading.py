@@ -16,8 +16,8 @@ from cutlass_py_attn.bundle import header
 from cutlass_py_attn.bundle.manifest import Target, manifest, sealed, sha256
 from cutlass_py_attn.bundle.reading import MANIFEST
 from cutlass_py_attn.errors import NotSupported, Stale
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.build import Build
 from tests.support import crafted_json, fakes
 from tests.support.bundles import export, problem_of
 from tests.support.fake_driver import FakeDriver

@@ -18,7 +18,7 @@ from cutlass_py_attn.bundle import replacing
 from cutlass_py_attn.bundle.manifest import SEAL, sealed, sha256
 from cutlass_py_attn.bundle.reading import MANIFEST
 from cutlass_py_attn.errors import NotSupported, Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tests.support import fakes
 from tests.support.bundles import CASE, export, problem_of, snapshot
@@ -165,7 +165,7 @@ def test_a_file_that_comes_while_kernels_compile_is_kept(
         (folder / "notes.txt").write_text("mine")
         return fakes.artifact(build)
 
-    with pytest.raises(NotSupported, match=f"folder {folder}: holds notes.txt, which no export wrote"):
+    with pytest.raises(NotSupported, match=rf"folder = '{folder}': holds notes.txt, which no export wrote"):
         export(folder, kernels=kernels)
     assert snapshot(folder) == {**before, "notes.txt": b"mine"}
     assert list(tmp_path.iterdir()) == [folder]
@@ -266,7 +266,7 @@ def test_a_changed_file_is_not_deleted(tmp_path: Path, change: str) -> None:
             del manifest[SEAL]
         (folder / MANIFEST).write_text(json.dumps(manifest))
     before = sorted(os.listdir(folder)), own.lstat()
-    with pytest.raises(NotSupported, match=f"holds .*{own.name}.*, or which changed since; move that away"):
+    with pytest.raises(NotSupported, match=rf"holds .*{own.name}.*, or which changed since; move that away"):
         export(folder, kernels=lambda build: pytest.fail("nothing compiles before the refusal"))
     assert (sorted(os.listdir(folder)), own.lstat()) == before
 
@@ -299,13 +299,13 @@ def test_a_pipe_in_a_bundle_is_no_wait_for_a_writer(tmp_path: Path, name: str) -
     folder = export(tmp_path / "bundle", "forward").path
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(Stale, match=f"{name}.* cannot be read"):
+    with pytest.raises(Stale, match=rf"{name}.* cannot be read"):
         load_bundle(folder)
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "bundle").write_text("mine")
-    with pytest.raises(NotSupported, match=r"bundle: is a file; name a new folder"):
+    with pytest.raises(NotSupported, match=r"bundle': must not be a file; name a new folder"):
         export(tmp_path / "bundle")
 
 

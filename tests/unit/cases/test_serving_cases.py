@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cutlass_py_attn.plan import abi
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.append import TILE_SCALES
 from cutlass_py_attn.reference import serving
 from tests.cases import serving_cases

@@ -32,8 +32,8 @@ from cutlass_py_attn.cli.target import Gpu, sm90_arch
 from cutlass_py_attn.compilation import cache_folder
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.inspection import sass
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.entry_points import entries
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import entries
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem

@@ -26,7 +26,7 @@ from cutlass_py_attn.cli import artifacts, catalogue, main
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.inspection import sass
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[3]

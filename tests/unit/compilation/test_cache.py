@@ -17,7 +17,7 @@ from cutlass_py_attn.artifact import Artifact, Kernel, Parameter
 from cutlass_py_attn.compilation import cache, cache_folder, compiler, private_folder, registry
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import BreaksPlan
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plan_forward
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem

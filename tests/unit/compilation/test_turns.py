@@ -19,7 +19,7 @@ import pytest
 
 from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import compiler, turns
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plan_forward
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem

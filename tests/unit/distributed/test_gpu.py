@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.api import attention
+from cutlass_py_attn.api.attention import AttentionRequest
 from cutlass_py_attn.api.lru_cache import LruCache
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.distributed import Group, attention_backward, attention_forward, gpu, rows_of_rank, simulated
@@ -51,7 +51,7 @@ class Reference(gpu.Gpu):
 
     def _launch(self, direction: str, options: Any, operands: Any, outputs: dict[str, View]) -> Any:
         inputs = {name: view.array for name, view in {**operands, **outputs}.items()}
-        attention.prepare(direction, inputs, options, 0, ())
+        AttentionRequest(direction, {}, options).validate(inputs, ())
         host, given = Host(self.group), {name: numpy_of(view) for name, view in operands.items()}
         if direction == "forward":
             results = host.forward(options, given)

@@ -176,7 +176,8 @@ def is_refused(case: Case, strategy: str, order: str | None) -> bool:
         return "dropout" in case.options or ("alibi_slopes" in case.options and not causal)
     is_term = "dropout" in case.options or "alibi_slopes" in case.options
     has_window = isinstance(case.mask, Causal) and case.mask.window_size is not None
-    return strategy == "ring" and (is_term or isinstance(case.mask, Window) or bool(has_window and order))
+    is_window = isinstance(case.mask, Window) and not case.mask.form.sees_all
+    return strategy == "ring" and (is_term or is_window or bool(has_window and order))
 
 
 @given(case=any_case(), size=st.sampled_from([2, 4]), order=st.sampled_from([None, "zigzag"]))

@@ -18,9 +18,10 @@ from cutlass_py_attn.inspection import drawing, facts, line_info, listing, page,
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.occupancy import MULTIPROCESSORS, occupancy
 from cutlass_py_attn.inspection.steps import Step
-from cutlass_py_attn.plan import entry_points, launch_rules
-from cutlass_py_attn.plan.arch import ARCHITECTURES
-from cutlass_py_attn.plan.expressions import Grid, Name
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.arch import ARCHITECTURES
+from cutlass_py_attn.launch.expressions import Grid, Name
+from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.plan.planner import plan_forward, plans
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
@@ -119,8 +120,8 @@ def test_titles_are_what_all_places_begin_with() -> None:
     [
         ("sm80/forward", "01234"),
         ("sm90/forward", "1234"),
-        ("sm90/wide_forward", "1234"),
-        ("sm90/wide_gradient", "123478"),
+        ("sm90_wide/forward", "1234"),
+        ("sm90_wide/gradient", "123478"),
         ("sm80_split_d/forward", "01234"),
         ("decode/forward", "01234"),
         ("sm80/backward", "012345678"),

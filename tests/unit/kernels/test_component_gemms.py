@@ -9,20 +9,22 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS, doivj, matmul_qk
-from cutlass_py_attn.plan.gemm_spec import GemmSpec
+from cutlass_py_attn.kernels import component_gemms
+from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
+from cutlass_py_attn.kernels.component_gemms.products import doivj, matmul_qk
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 from cutlass_py_attn.plan.planner import builds
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 
-KERNELS = Path(matmul_qk.__file__).parents[1]
+KERNELS = Path(component_gemms.__file__).parents[1]
 # The sources of each backward body.
 BODIES = {
     "sm80": ("sm80/backward.py",),
     "sm80_split_d": ("sm80_split_d/backward.py",),
     "sm90": ("sm90/backward.py", "sm90/grad_query.py"),
-    "sm90_2cta": ("sm90/backward_2cta.py", "sm90/grad_query_2cta.py"),
+    "sm90_2cta": ("sm90_backward_2cta/backward.py", "sm90_backward_2cta/grad_query.py"),
 }
 BUILD = builds(Problem.dense("backward", Shape(1, 512, 512, 2, 128, 64), "bfloat16", Full()), "sm_90a")[0]
 
@@ -43,8 +45,8 @@ def test_swap_ab_transposes_c(gemm: Any) -> None:
     normal, swapped = gemm.spec(BUILD), gemm.spec(BUILD, swap_ab=True)
     assert (swapped.m, swapped.n, swapped.k) == (normal.n, normal.m, normal.k) == (BUILD.tile_n, BUILD.tile_m, normal.k)
     assert (swapped.a_shape, swapped.b_shape) == (normal.b_shape, normal.a_shape)
-    assert (normal.equation, swapped.equation) == (gemm.EQUATION, gemm.TRANSPOSED_EQUATION)
-    assert swapped.swap_ab(gemm.EQUATION) == normal
+    assert (normal.equation, swapped.equation) == (gemm.equation, gemm.transposed_equation)
+    assert swapped.swap_ab(gemm.equation) == normal
     assert replace(swapped, m=64).is_swapped
     # The caller names the operands in the same order in both forms.
     assert gemm.operands(RecordingMma(normal), "left", "right", 0) == ("left", "right")

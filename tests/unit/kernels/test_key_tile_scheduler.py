@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
-from cutlass_py_attn.plan import tile_order
+from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.plan.planner import builds
-from cutlass_py_attn.problem.masks import FORMS, Causal, Full, Mask
+from cutlass_py_attn.problem.masks import FORMS, Causal, Form, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from tests.support.mask_cases import MASKS
@@ -36,7 +36,7 @@ COUNTS = st.tuples(st.integers(1, 9), st.integers(1, 20), st.integers(1, 30))  #
 
 @settings(deadline=None)
 @given(st.sampled_from(FORMS), COUNTS)
-def test_every_key_tile_of_every_head_is_computed_once(form: str, counts: tuple[int, int, int]) -> None:
+def test_every_key_tile_of_every_head_is_computed_once(form: Form, counts: tuple[int, int, int]) -> None:
     tiles, heads, fitting = counts
     all_of_them = [(tile, head) for tile in range(tiles) for head in range(heads)]
     numbers = range(tiles * heads)
@@ -157,7 +157,7 @@ def test_blocks_finish_at_about_the_same_time(heads: int, tiles: int, fitting: i
     done_at = [0] * blocks
     work = 0
     for number in range(heads * tiles):
-        tile, _ = tile_order.key_tile_at("causal", number, tiles, heads, expected)
+        tile, _ = tile_order.key_tile_at(Form("causal"), number, tiles, heads, expected)
         work += 2 * (tiles - tile) + 2
         heapq.heapreplace(done_at, done_at[0] + 2 * (tiles - tile) + 2)
     assert max(done_at) <= 1.07 * work / blocks

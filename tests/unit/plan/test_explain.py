@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from cutlass_py_attn.plan import explain, resources
-from cutlass_py_attn.plan.build import Buffer
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.launch.build import Buffer
+from cutlass_py_attn.plan import explain
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan_backward, plan_forward
 from cutlass_py_attn.problem.masks import Causal
@@ -31,7 +32,7 @@ def test_explain_says_what_decides() -> None:
         f"{build.warps} ({build.threads} threads)",
         f"warps of scores  {build.warps_scores[0]} x {build.warps_scores[1]}",
         f"query {build.query_stages}, grad_output {build.grad_output_stages}",
-        f"{resources.accumulator_registers(build)} of them for accumulators",
+        f"{fused_kernel_of(build).accumulators(build)} of them for accumulators",
         "block 128 x 1 x 1, cluster 1 x 1 x 1",
         f"num_splits_key: {plan.num_splits_key}",
         f"shared memory: {build.shared_memory_bytes} of 166912 bytes",

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import abi
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan.launch_rules import MAX_INT32, expect_int32
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan, plan_with_tile
-from cutlass_py_attn.plan.tile_config import TileConfig
 from cutlass_py_attn.problem.masks import Causal, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor

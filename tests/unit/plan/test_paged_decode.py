@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
-from cutlass_py_attn.plan import abi, decode, planner
+from cutlass_py_attn.kernels.decode import kernel as decode
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.launch.variants import PERSISTENT
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.variants import PERSISTENT
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Tensor
 

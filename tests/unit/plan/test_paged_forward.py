@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from cutlass_py_attn.plan import abi, entry_points, planner, sm90, sm90_smem
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import entry_parameters, planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Tensor
@@ -147,13 +151,13 @@ def test_page_sizes_share_a_kernel(page_size: int) -> None:
 
 def test_parameters_of_the_entry() -> None:
     build = forward_plan(PagedCase(NAME, 16, LENGTHS).problem()).build
-    names = [name for name, _ in entry_points.parameters(build)]
+    names = [name for name, _ in entry_parameters.parameters(build)]
     assert names == ["map_query", "map_key", "map_value", "map_value_last", "params"]
     fields = dict(abi.fields_of(build))
     assert {"page_table", "page_size", "value_page_rows"} <= fields.keys()
     small = forward_plan(PagedCase(NAME, 1, LENGTHS).problem()).build
     assert "value_page_rows" not in dict(abi.fields_of(small))
-    assert entry_points.tensor_maps(small) == ()
+    assert not kernel_of(small).tensor_maps(small)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_a_problem_without_pages_has_three_maps() -> None:
     problem = PagedCase(NAME, 16, LENGTHS, is_packed=False).problem()
     keys = Tensor.contiguous((len(LENGTHS), 500, 8, 128), "bfloat16")
     build = forward_plan(problem.replace(pages=None, key=keys, value=keys)).build
-    assert entry_points.tensor_maps(build) == ("query", "key", "value")
+    assert [*kernel_of(build).tensor_maps(build)] == ["query", "key", "value"]
     assert "page_table" not in dict(abi.fields_of(build))
 
 
@@ -191,7 +195,7 @@ def test_no_size_decides_the_tile() -> None:
 
 def test_reasons_name_everything() -> None:
     problem = PagedCase("f32_d64_h4_full", 4, LENGTHS, pool="uneven").problem()
-    assert sm90.unsupported_features(problem) == (
+    assert sm90_choice.unsupported_features(problem) == (
         "float32",
         "pages of fewer than 16 rows",
         "pages of value whose stride is no multiple of its row stride",

@@ -7,10 +7,14 @@ import dataclasses
 import pytest
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import planner, resources, split_d
-from cutlass_py_attn.plan.arch import architecture
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
+from cutlass_py_attn.kernels.families import FAMILIES
+from cutlass_py_attn.kernels.sm80_split_d import layout as split_d
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem.spec import parse
+from tests.support.refusals import expect
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 64), (64, 128)])
@@ -19,10 +23,10 @@ def test_accumulators_share_the_threads_of_a_block(head_dims: tuple[int, int]) -
     forward, backward = (plan(spec.problem(direction), "sm_80").build for direction in ("forward", "backward"))
     tile_m, tile_n = forward.tile_m, forward.tile_n
     scores, output = tile_m * tile_n, tile_m * head_dims[1]
-    assert resources.accumulator_registers(forward) == (scores + output) // forward.threads
+    assert fused_kernel_of(forward).accumulators(forward) == (scores + output) // forward.threads
     tile_m, tile_n = backward.tile_m, backward.tile_n
     scores, gradients = tile_m * tile_n, tile_n * sum(head_dims)  # S and dP, dK and dV
-    assert resources.accumulator_registers(backward) == (2 * scores + gradients) // backward.threads
+    assert fused_kernel_of(backward).accumulators(backward) == (2 * scores + gradients) // backward.threads
 
 
 def test_a_decode_tile_with_too_many_accumulators_is_refused() -> None:
@@ -31,11 +35,11 @@ def test_a_decode_tile_with_too_many_accumulators_is_refused() -> None:
     limits = architecture("sm_90")
     for tile_n, needed in ((1024, 160), (2048, 288)):  # 16 rows of 1 of 4 teams, and O: 16 x (tile_n / 4 + 64) / 32
         wide = dataclasses.replace(build, tile_n=tile_n)
-        assert resources.accumulator_registers(wide) == needed
-        found = [each for each in resources.objections(wide, limits) if each.startswith("accumulators")]
+        assert fused_kernel_of(wide).accumulators(wide) == needed
+        found = [each for each in resources.refusals(wide, limits) if each.field == "accumulators"]
         assert bool(found) == (needed > 255)
     none = dataclasses.replace(build, tile_n=2048, warps_scores=(0, 0))  # refused for its warps
-    assert not any(each.startswith("accumulators") for each in resources.objections(none, limits))
+    assert not any(each.field == "accumulators" for each in resources.refusals(none, limits))
 
 
 @pytest.mark.parametrize(
@@ -98,14 +102,14 @@ def test_warps_that_do_not_divide_a_product_of_the_backward_are_refused(grid: st
     limits = architecture("sm_80")
     build = plan(parse("bf16_d128_q200_s300_b2_h2_causal").problem("backward"), limits.name).build
     assert (build.warps, build.tile_m, build.tile_n, getattr(build, grid)) == (8, 64, 128, (2, 4))
-    assert resources.objections(build, limits) == []
+    assert resources.refusals(build, limits) == []
     for warps, reason in (((1, 4), "must have 8 warps in all"), ((1, 8), ""), ((16, 1), "must have 8 warps in all")):
-        found = resources.objections(dataclasses.replace(build, **{grid: warps}), limits)
-        assert [each.split(": ")[0] for each in found] == [f"{grid} = {warps[0]} x {warps[1]}"] * bool(reason)
-        assert all(reason in each for each in found)
+        found = resources.refusals(dataclasses.replace(build, **{grid: warps}), limits)
+        expect(found, [f"{grid}: {reason}"] * bool(reason))
 
 
 def test_a_problem_that_no_tile_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "sm80_tiles", lambda problem: ())
-    with pytest.raises(NotSupported, match="no tile fits sm_80: the tile table has no tile for it; use a smaller head"):
+    without_tiles = dataclasses.replace(FAMILIES["sm80"], tiles=lambda problem, num_sms, any_length: ())
+    monkeypatch.setitem(FAMILIES, "sm80", without_tiles)
+    with pytest.raises(NotSupported, match="no tile fits: the tile table has no tile for it; use a smaller head"):
         plan(parse("bf16_d128_q200_s300_b2_h2_causal").problem("forward"), "sm_80")

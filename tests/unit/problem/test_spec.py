@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -141,21 +143,23 @@ def test_every_word_of_the_grammar_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", "write the problem like"),
-        ("bf16_d128_b1_h1_full", r"num_keys is missing; add s\{N\}"),
-        ("bf16_d64_s64_h1_full", r"batch is missing; add b\{B\} or t\{T\}"),
+        ("", "write it like"),
+        ("bf16_d128_b1_h1_full", "the lengths are b1: must be s with b"),
+        ("bf16_d64_s64_h1_full", "the lengths are s64: must be s with b, q with s and b, s with t, or n alone"),
+        ("bf16_d64_h1_full", "the lengths are missing"),
+        ("bf16_d64_s64_b2_full", r"num_heads is missing; add h\{num_heads\}"),
         ("b16_d64_s64_b2_h2_full", "'b2' gives batch a second time; leave one out"),
         ("bf16_d64_s64_b2_h2_casual", "'casual' is no word of the grammar; did you mean causal"),
         ("bf16_d64_s64_b2_h2_full_determinstic", "did you mean deterministic"),
-        ("bf16_d64_s64_b2_h2_full_dropout", "the value of 'dropout' has another form"),
-        ("bf16_d64_s64_b2_h2_full_dropout1.5", "must be from 0 to 1; correct it"),
-        ("bf16_d64_s64_b2_h2_full_window8", r"window\{W\} belongs to causal, but the mask is full"),
-        ("bf16_d64_s64_b2_h2_causal_left8", r"left\{L\} belongs to window, but the mask is causal"),
-        ("bf16_d64_q3_s64_t200_h2_full", "b and q must be absent; leave one of both out"),
-        ("bf16_d64_s64_n5,6_h2_full", "num_keys must be absent; leave one of both out"),
-        ("bf16_d64_s64_b2_h2_full_gradsqb", "there is no biasgrad or biassum; add it or leave b out"),
-        ("bf16_d64_s64_b2_h2_full_biasgrad_gradsq", "add b or write bias without grad or sum"),
-        ("bf16_d64_s64_b2_h2_full_gradskq", "must be in the order qkvbs"),
+        ("bf16_d64_s64_b2_h2_full_dropout", r"has another form; write \[dropout\{dropout_p\}\]: probability"),
+        ("bf16_d64_s64_b2_h2_full_paged0", "the value of 'paged0' has another form"),
+        ("bf16_d64_s64_b2_h2_full_window8", "'window8' belongs to causal; write causal or leave it out"),
+        ("bf16_d64_s64_b2_h2_causal_left8", "'left8' belongs to window; write window or leave it out"),
+        ("bf16_d64_q3_s64_t200_h2_full", "the lengths are q3, s64, t200: must be"),
+        ("bf16_d64_s64_n5,6_h2_full", "the lengths are s64, n5,6: must be"),
+        ("bf16_d64_s64_b2_h2_full_gradsqb", "must have b if the bias has grad or sum, and only then"),
+        ("bf16_d64_s64_b2_h2_full_biasgrad_gradsq", "must have b if the bias has grad or sum, and only then"),
+        ("bf16_d64_s64_b2_h2_full_gradskq", "must be in the order qkvbs, each once"),
     ],
 )
 def test_a_wrong_name_is_refused_with_a_remedy(name: str, message: str) -> None:
@@ -173,10 +177,22 @@ def test_tokens_without_keys_have_one_objection() -> None:
     with pytest.raises(NotSupported) as caught:
         parse("f16_d64_t100_h2_full")
     assert str(caught.value) == (
-        "problem 'f16_d64_t100_h2_full': num_keys is missing; add s{N}, as in bf16_d128_s8192_b4_h16_causal"
+        "problem 'f16_d64_t100_h2_full': the lengths are t100: must be s with b, q with s and b, s with t, or n alone; "
+        "add or leave out a word, as in bf16_d128_s8192_b4_h16_causal"
     )
-    with pytest.raises(NotSupported, match=r"needs at least one token and s\.\.\. at least one"):
+    with pytest.raises(NotSupported, match=r"t\.\.\. needs s\.\.\. of at least one"):
         parse("f16_d64_t100_s0_h2_full")
+
+
+def test_a_number_out_of_range_is_refused_with_its_problem() -> None:
+    with pytest.raises(NotSupported, match="must be a probability from 0 to 1"):
+        parse("bf16_d64_s64_b2_h2_full_dropout1.5").problem("forward").check()
+
+
+def test_every_field_has_a_word() -> None:
+    fields = {field for word in specs.WORDS for field in word.fields}
+    assert {item.name for item in dataclasses.fields(ProblemSpec)} <= fields
+    assert len(specs.WORDS) == len(re.findall(r"^\S", specs.GRAMMAR, re.MULTILINE))
 
 
 def test_a_mask_of_other_words_is_refused() -> None:

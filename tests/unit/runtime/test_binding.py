@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cutlass_py_attn.artifact import first_available
 from cutlass_py_attn.errors import DoesNotFit, DriverError, NoDevice, NotSupported, Stale
-from cutlass_py_attn.plan import abi, planner
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
 from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight
@@ -18,7 +20,7 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.runtime import binding, driver, kernel_launch
-from cutlass_py_attn.runtime.binding import Bound, bind, first_available, portable_arch
+from cutlass_py_attn.runtime.binding import Bound, bind, portable_arch
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import SHAPE, addresses, aligned, artifact, decode, plan_of
 

@@ -160,10 +160,10 @@ def test_other_arrays_are_refused_on_a_captured_stream(log: FakeDriver, mode: in
     with captured(mode):
         with pytest.raises(NotSupported) as caught:
             attention_forward(*operands, kernels=artifact, stream=CAPTURED)
-        (reason,) = caught.value.reasons
-        assert reason.startswith("stream = 0x40 is being captured, or a capture forbids it: must not be for arrays of")
-        assert text in reason
-        assert "torch or CuPy arrays" in reason
+        (refusal,) = caught.value.refusals
+        assert (refusal.field, refusal.value) == ("stream", "0x40")
+        assert text in refusal.rule
+        assert "torch or CuPy arrays" in refusal.remedy
     assert not {"cuMemAllocAsync", "cuMemcpyHtoDAsync", "cuLaunchKernelEx"} & set(log.names)
     attention_forward(*(aligned(SHAPE, "f4") for _ in range(3)), kernels=artifact, stream=CAPTURED)
 
@@ -172,7 +172,7 @@ def test_the_legacy_stream_beside_a_capture_that_forbids_it(log: FakeDriver) -> 
     """The driver says so with an error in place of a status; any other error is left to the launch."""
     operands = [aligned(SHAPE, "f4") for _ in range(3)]
     log.fail("cuStreamIsCapturing", 906)
-    with pytest.raises(NotSupported, match="stream = 0x0 is being captured, or a capture forbids it"):
+    with pytest.raises(NotSupported, match="stream = 0x0: must not be captured, nor forbidden by a capture"):
         attention_forward(*operands, kernels=artifact)
     log.fail("cuStreamIsCapturing", 201)
     attention_forward(*operands, kernels=artifact)

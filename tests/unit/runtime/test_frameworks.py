@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import attention, request
+from cutlass_py_attn.api import attention, calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, Full
@@ -102,9 +102,9 @@ def test_other_classes_of_these_names_are_no_framework_s(libraries: FakeDriver) 
 
 
 def test_calls_of_one_layout_are_validated_once(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention._prepared_calls.clear()
+    calls._prepared.clear()
     validated: list[Any] = []
-    real = request.problem_of
+    real = attention.problem_of
 
     def problem_of(direction: str, *rest: Any) -> Any:
         validated.append(direction)
@@ -135,14 +135,14 @@ def test_every_call_raises_for_a_wrong_problem(driver_log: FakeDriver) -> None:
     query = InterfaceArray(aligned(SHAPE, "f4"))
     other = InterfaceArray(aligned((2, 5, 2, 8), "f4"))
     for _ in range(2):
-        with pytest.raises(NotSupported, match="query has 3 heads and key 2"):
+        with pytest.raises(NotSupported, match=r"num_heads = 3 .* of the 2 heads of key"):
             attention_forward(query, other, other, kernels=artifact)
 
 
 def test_number_of_prepared_calls_is_limited(driver_log: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    attention._prepared_calls.clear()
-    monkeypatch.setattr(attention._prepared_calls, "size", 2)
+    calls._prepared.clear()
+    monkeypatch.setattr(calls._prepared, "size", 2)
     for rows in (4, 5, 6):
         array = InterfaceArray(aligned((1, rows, 2, 8), "f4"))
         attention_forward(array, array, array, kernels=artifact)
-    assert len(attention._prepared_calls) == 2
+    assert len(calls._prepared) == 2

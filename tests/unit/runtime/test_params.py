@@ -12,7 +12,7 @@ import pytest
 from cutlass_py_attn.bundle.numbers import inputs as bundle_inputs
 from cutlass_py_attn.bundle.numbers import pointers as bundle_pointers
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.plan import abi, entry_points
+from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED, Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem

@@ -1,4 +1,4 @@
-"""Tests of score_terms/registry.py: what the built-in terms say of kernels, tiles and struct fields."""
+"""Tests of score_terms/registry.py: what the built-in terms say of tiles and struct fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.score_terms import registry
-from cutlass_py_attn.score_terms.term import KERNELS, ScoreTerm
+from cutlass_py_attn.score_terms.term import ScoreTerm
 
 ALL = {"alibi", "bias", "dropout", "sinks", "softcap"}
 SHAPE = Shape(2, 128, 128, 4, 64, 64)
@@ -38,25 +38,6 @@ def test_names_are_those_of_the_features() -> None:
     assert set(registry.names()) == ALL
     assert registry.gradients() == ("bias", "sinks")
     assert registry.array_options() == ("bias", "alibi_slopes", "sinks")
-
-
-@pytest.mark.parametrize(
-    ("kernels", "lacking"),
-    [
-        ("sm80 forward", set()),
-        ("sm80 backward", set()),
-        ("sm90 forward", set()),
-        ("sm90 backward", set()),
-        ("sm90 backward ds_registers", ALL - {"bias", "sinks"}),
-        ("sm90 backward key_registers", ALL - {"sinks"}),
-        ("sm90 backward score_rows", {"dropout"}),
-        ("sm90 backward 2cta", ALL),
-        ("decode", ALL),
-    ],
-)
-def test_kernels(kernels: str, lacking: set[str]) -> None:
-    assert kernels in KERNELS
-    assert set(registry.supported(kernels)) == ALL - lacking
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cutlass_py_attn
 from cutlass_py_attn import torch_ops as to
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.torch_ops import cudnn, efficient, flash, sdpa
+from tests.support.refusals import expect_raised
 
 Array = np.ndarray[Any, Any]
 B, MQ, MK, H, D = 2, 5, 9, 4, 8
@@ -356,28 +356,28 @@ def test_cudnn_map(recorder: Recorder, backward: bool) -> None:
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
     (efficient_call, {"custom_mask_type": 3, "window_size": -1, "seqlen_k": USED},
-     ["custom_mask_type = 3", "window_size = -1", "seqlen_k without cu_seqlens_q"]),
-    (efficient_call, {"window_size": 4}, ["window_size = 4 with custom_mask_type = 0"]),
-    (efficient_call, {"cu_seqlens_q": STARTS_Q}, ["cu_seqlens_k is None", "max_seqlen_q = None"]),
-    (efficient_call, {"cu_seqlens_k": STARTS_K, "max_seqlen_q": 3}, ["cu_seqlens_q is None"]),
+     ["custom_mask_type: 0 (none), 1 (top left)", "window_size: at least 1", "seqlen_k: must come with cu_seqlens_q"]),
+    (efficient_call, {"window_size": 4}, ["window_size: custom_mask_type 1 or 2, not 0"]),
+    (efficient_call, {"cu_seqlens_q": STARTS_Q},
+     ["cu_seqlens_k: must come with cu_seqlens_q", "max_seqlen_q: an int of at least 0"]),
+    (efficient_call, {"cu_seqlens_k": STARTS_K, "max_seqlen_q": 3}, ["cu_seqlens_q: and cu_seqlens_k"]),
     (efficient_call, {"query": None, "key": [1], "value": zeros(2, 3), "bias": zeros(2)},
-     ["query is a builtins.NoneType", "key is a builtins.list"]),
+     ["query: a NumPy, CuPy, torch or JAX array", "key: a NumPy, CuPy, torch or JAX array"]),
     (efficient_call, {"value": zeros(2, 3), "bias": zeros(2), "seqlen_k": zeros(1, 1)},
-     ["value has shape (2, 3)", "bias has shape (2,)", "seqlen_k has shape (1, 1)"]),
-    (efficient_call, {"scale": "x", "dropout_p": 2}, ["dropout_p = 2", "scale = 'x'"]),
+     ["value.shape: 4 axes", "bias.shape: 4 axes", "seqlen_k.shape: 1 axes"]),
+    (efficient_call, {"scale": "x", "dropout_p": 2}, ["dropout_p: a probability", "scale: a number"]),
     (sdpa_call, {"attn_bias": zeros(3, MK), "key": zeros(B, H, MK, D + 1)},
-     ["key has shape (2, 9, 4, 9): must be (2, 9, 4, 8)", "attn_bias has shape (1, 1, 3, 9)"]),
-    (sdpa_call, {"attn_bias": zeros(MQ, MK, dtype="f2")}, ["attn_bias has dtype float16 but query has float32"]),
+     ["key.shape: (2, 9, 4, 8)", "attn_bias.shape: each axis must be 1 or that of"]),
+    (sdpa_call, {"attn_bias": zeros(MQ, MK, dtype="f2")}, ["attn_bias.dtype: float32 as query"]),
     (flash_call, {"window_size_left": 1.5, "seqused_k": USED},
-     ["window_size_left = 1.5", "seqused_k without cum_seq_q"]),
+     ["window_size_left: an int, or None", "seqused_k: must come with cum_seq_q"]),
     (flash_call, {**TOKENS, "logsumexp": zeros(H, MQ), "cum_seq_q": STARTS_Q, "max_k": None},
-     ["cum_seq_k is None", "max_k = None"]),
-    (flash_call, PACKED | {"cum_seq_q": STARTS_Q.astype("f4")}, ["cum_seq_q has dtype float32"]),
-    (flash_call, PACKED | {"max_q": 1}, ["max_q = 1: must be at least the longest sequence, 3"]),
-    (flash_call, {**PACKED, "query": zeros(B, MQ, H, D)}, ["query has shape (2, 5, 4, 8): must have 3 axes"]),
-    (cudnn_call, {"attn_bias": zeros(MK)}, ["attn_bias has shape (9,): must have 2 or 3 or 4 axes"]),
-    (cudnn_call, {**PACKED, "logsumexp": zeros(MQ, H), "max_q": -99},
-     ["max_q = -99 (int): must be an int of at least 0"]),
+     ["cum_seq_k: must come with cum_seq_q", "max_k: an int of at least 0"]),
+    (flash_call, PACKED | {"cum_seq_q": STARTS_Q.astype("f4")}, ["cum_seq_q.dtype: int32"]),
+    (flash_call, PACKED | {"max_q": 1}, ["max_q: at least the longest sequence, 3"]),
+    (flash_call, {**PACKED, "query": zeros(B, MQ, H, D)}, ["query.shape: must have 3 axes"]),
+    (cudnn_call, {"attn_bias": zeros(MK)}, ["attn_bias.shape: must have 2 or 3 or 4 axes"]),
+    (cudnn_call, {**PACKED, "logsumexp": zeros(MQ, H), "max_q": -99}, ["max_q: an int of at least 0"]),
 ]  # fmt: skip
 
 
@@ -386,45 +386,40 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], list[str]]] = [
 def test_refusals_name_the_operator_s_arguments(
     backward: bool, case: tuple[Callable[..., Any], dict[str, Any], list[str]]
 ) -> None:
-    call, changes, reasons = case
+    call, changes, expected = case
     if call is efficient_call and not backward:
         changes = {name: value for name, value in changes.items() if name not in ("out", "grad_out")}
-    with pytest.raises(NotSupported) as caught:
-        call(backward, **changes, backend="reference")
-    assert len(caught.value.reasons) == len(reasons), caught.value.reasons
-    for found, start in zip(caught.value.reasons, reasons, strict=True):
-        assert found.startswith(start), found
+    expect_raised(lambda: call(backward, **changes, backend="reference"), expected)
 
 
 BACKWARD_REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (efficient_call, {"grad_out": zeros(B, MQ, H, 1)}, "grad_out has shape"),
-    (efficient_call, {"out": zeros(B, MQ, H, 1)}, "out has shape"),
-    (efficient_call, {"num_splits_key": "a"}, "num_splits_key = 'a'"),
-    (efficient_call, {"num_splits_key": 2, "deterministic": True}, "num_splits_key = 2 with deterministic"),
-    (efficient_call, {"shared_storage_dqdkdv": True}, "shared_storage_dqdkdv with query"),
-    (efficient_call, {"logsumexp": zeros(B, H, MQ)}, "logsumexp has shape (2, 4, 5) and dtype float32: must be"),
-    (sdpa_call, {"grad_input_mask": (True, True)}, "grad_input_mask = (True, True) (tuple): must be four bools"),
-    (sdpa_call, {"attn_bias": zeros(MK, dtype="?")}, "grad_input_mask requests attn_bias, which is bool"),
-    (flash_call, {"logsumexp": PADDED}, "logsumexp has shape (2, 4, 32): must be (2, 4, 5)"),
-    (flash_call, PACKED | {"logsumexp": zeros(H, 4)}, "logsumexp has shape (4, 4): must be (4, 5)"),
-    (cudnn_call, {"logsumexp": PADDED}, "logsumexp has shape (2, 4, 32): must be (2, 4, 5)"),
-    (cudnn_call, {"logsumexp": zeros(B, H, MQ, 2)}, "logsumexp has shape (2, 4, 5, 2): must be (2, 4, 5, 1)"),
+    (efficient_call, {"grad_out": zeros(B, MQ, H, 1)}, "grad_out.shape: (2, 5, 4, 8) to match query"),
+    (efficient_call, {"out": zeros(B, MQ, H, 1)}, "out.shape: (2, 5, 4, 8) to match query"),
+    (efficient_call, {"num_splits_key": "a"}, "num_splits_key: an int of at least 1"),
+    (efficient_call, {"num_splits_key": 2, "deterministic": True}, "num_splits_key: 1 with deterministic"),
+    (efficient_call, {"shared_storage_dqdkdv": True}, "shared_storage_dqdkdv: must have the same shape"),
+    (efficient_call, {"logsumexp": zeros(B, H, MQ)}, "logsumexp: (2, 4, 32) float32"),
+    (sdpa_call, {"grad_input_mask": (True, True)}, "grad_input_mask: four bools"),
+    (sdpa_call, {"attn_bias": zeros(MK, dtype="?")}, "grad_input_mask: must not request attn_bias, which is bool"),
+    (flash_call, {"logsumexp": PADDED}, "logsumexp.shape: (2, 4, 5)"),
+    (flash_call, PACKED | {"logsumexp": zeros(H, 4)}, "logsumexp.shape: (4, 5)"),
+    (cudnn_call, {"logsumexp": PADDED}, "logsumexp.shape: (2, 4, 5)"),
+    (cudnn_call, {"logsumexp": zeros(B, H, MQ, 2)}, "logsumexp.shape: (2, 4, 5, 1)"),
 ]
 
 
-@pytest.mark.parametrize("case", BACKWARD_REFUSED, ids=lambda case: case[2].split(":")[0])
+@pytest.mark.parametrize("case", BACKWARD_REFUSED, ids=lambda case: case[2])
 def test_refusals_of_the_backward(case: tuple[Callable[..., Any], dict[str, Any], str]) -> None:
-    call, changes, start = case
-    with pytest.raises(NotSupported) as caught:
-        call(True, **changes, backend="reference")
-    (reason,) = caught.value.reasons
-    assert reason.startswith(start), reason
+    call, changes, expected = case
+    expect_raised(lambda: call(True, **changes, backend="reference"), [expected])
 
 
-def test_a_reason_of_attention_forward_is_renamed() -> None:
+def test_a_refusal_of_attention_forward_is_renamed() -> None:
     sequences = {name: VARIABLE[name] for name in VARIABLE if name not in ("out", "grad_out")}
-    with pytest.raises(NotSupported, match=r"^seqlen_k has shape \(3,\)"):
-        efficient_call(False, **sequences, seqlen_k=zeros(3, dtype="i4"), backend="reference")
+    expect_raised(
+        lambda: efficient_call(False, **sequences, seqlen_k=zeros(3, dtype="i4"), backend="reference"),
+        ["seqlen_k: int32 array of shape"],
+    )
 
 
 def test_a_reason_states_the_order_of_axes_if_the_caller_s_differs() -> None:
@@ -439,7 +434,3 @@ def test_a_reason_states_the_order_of_axes_if_the_caller_s_differs() -> None:
 def test_no_debug_mask(call: Callable[..., Any]) -> None:
     with pytest.raises(NotSupported, match="return_debug_mask = True: must be False"):
         call(False, return_debug_mask=True)
-
-
-def test_conventions_is_the_former_name_of_the_package() -> None:
-    assert cutlass_py_attn.conventions is to

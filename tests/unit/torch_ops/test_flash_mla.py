@@ -12,6 +12,7 @@ from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.masks import CausalBottomRight, Full, Mask
 from cutlass_py_attn.torch_ops import flash_mla_with_kvcache
+from tests.support.refusals import expect_among
 
 RNG = np.random.default_rng(0)
 QUERY = RNG.standard_normal((2, 3, 4, 576)).astype(np.float16)
@@ -37,21 +38,18 @@ def test_values_are_the_first_columns_of_the_cache(causal: bool, mask: Mask, col
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "expected"),
     [
-        ({"cache_seqlens": None}, "cache_seqlens is None: must be an int32 array on the operands' device; pass it"),
-        ({"cache_seqlens": LENGTHS + 9}, "cache_seqlens[0] = 16: must be from 0 to the 8 keys"),
-        ({"k_cache": CACHE[:, :3]}, "k_cache has pages of 3 rows: the page size must be a power of two"),
-        ({"causal": 1.5}, "causal = 1.5 (float): must be True or False; pass one of them"),
-        (
-            {"head_dim_v": 600},
-            "head_dim_v = 600 with value_in_key: must be at most the 576 columns of k_cache; lower it",
-        ),
-        ({"softmax_scale": "0.1"}, "softmax_scale = '0.1' (str): must be 0, a number"),
-        ({"block_table": TABLE[:1]}, "block_table has shape (1, 2): must have one row for each of the 2 lengths"),
+        ({"cache_seqlens": None}, "cache_seqlens: an int32 array on the operands' device"),
+        ({"cache_seqlens": LENGTHS + 9}, "cache_seqlens[0]: from 0 to the 8 keys"),
+        ({"k_cache": CACHE[:, :3]}, "page_size: a power of two"),
+        ({"causal": 1.5}, "causal: True or False"),
+        ({"head_dim_v": 600}, "head_dim_v: at most the 576 columns of k_cache"),
+        ({"softmax_scale": "0.1"}, "softmax_scale: a number"),
+        ({"block_table": TABLE[:1]}, "block_table.shape: one row for each of the 2 lengths"),
     ],
 )
-def test_wrong_arguments_are_refused_under_their_names(arguments: dict[str, Any], reason: str) -> None:
+def test_wrong_arguments_are_refused_under_their_names(arguments: dict[str, Any], expected: str) -> None:
     with pytest.raises(NotSupported) as refused:
         called(**arguments)
-    assert any(text.startswith(reason) for text in refused.value.reasons), refused.value.reasons
+    expect_among(refused.value.refusals, expected)

@@ -22,7 +22,8 @@ import numpy as np
 from cutlass_py_attn.bench import harness
 from cutlass_py_attn.bench.timing import SAMPLES, WARM_UPS, milliseconds
 from cutlass_py_attn.errors import AttentionError, Stale
-from cutlass_py_attn.plan import abi, plan
+from cutlass_py_attn.launch import abi
+from cutlass_py_attn.plan import plan
 from cutlass_py_attn.runtime import driver, kernel_launch
 from tools.lab.microbench import cases
 from tools.lab.microbench.cases import Micro

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from cutlass_py_attn.plan.abi import Fields
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
+from cutlass_py_attn.launch.abi import Fields
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec
 
 ARCH: Final = "sm_90a"
 FIELDS: Final[Fields] = (("out", "i64"), ("data", "i64"), ("rounds", "i32"), ("blocks", "i32"))

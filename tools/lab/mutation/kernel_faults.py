@@ -27,7 +27,7 @@ from typing import Any, Final
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import DriverError, Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import builds
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import guarded_check
@@ -120,7 +120,7 @@ FAULTS: Final = (
     ),
     Fault(
         "sign of the sinks' gradient",
-        f"{KERNELS}/sm80/grad_sinks.py",
+        f"{KERNELS}/backward_parts/grad_sinks.py",
         "[0] = total if has_minus_delta else -total",
         "[0] = -total if has_minus_delta else total",
         BACKWARD_SM80,
@@ -190,7 +190,7 @@ FAULTS: Final = (
     ),
     Fault(
         "last key tile without a mask",
-        "cutlass_py_attn/plan/tile_order.py",
+        "cutlass_py_attn/launch/tile_order.py",
         "inside = band.num_keys // tile_n",
         "inside = ceil_div(band.num_keys, tile_n)",
         FORWARD_SM80_BIAS,
@@ -232,7 +232,7 @@ FAULTS: Final = (
     ),
     Fault(
         "sink + 0.02 in its bfloat16 gradient",
-        f"{KERNELS}/sm80/grad_sinks.py",
+        f"{KERNELS}/backward_parts/grad_sinks.py",
         "sink = params.load_scalar(p.sinks, Float32, head) * LOG2_E",
         "sink = (params.load_scalar(p.sinks, Float32, head) + 0.02) * LOG2_E",
         BACKWARD_SM90_SINKS,
@@ -253,7 +253,7 @@ FAULTS: Final = (
     ),
     Fault(
         "dQ without the scale",
-        f"{KERNELS}/sm80/backward_postprocess.py",
+        f"{KERNELS}/backward_parts/postprocess.py",
         "values.store(values.load() * p.scale)",
         "values.store(values.load())",
         BACKWARD_SM90,
@@ -281,42 +281,42 @@ FAULTS: Final = (
     ),
     Fault(
         "P of the other key tile in wide heads",
-        f"{KERNELS}/sm90/wide_forward.py",
-        "matmul_pv.issue(mma, own.outputs[index], own.p.stage(owner), own.values[index].stage(stage))",
-        "matmul_pv.issue(mma, own.outputs[index], own.p.stage(1 - owner), own.values[index].stage(stage))",
+        f"{KERNELS}/sm90_wide/forward.py",
+        "matmul_pv.issue(mma, own.outputs[index], Operands(own.p.stage(owner), own.values[index].stage(stage)))",
+        "matmul_pv.issue(mma, own.outputs[index], Operands(own.p.stage(1 - owner), own.values[index].stage(stage)))",
         FORWARD_WIDE,
     ),
     Fault(
         "wide heads joined with the sums of one warpgroup",
-        f"{KERNELS}/sm90/alternating_softmax.py",
+        f"{KERNELS}/sm90_wide/alternating_softmax.py",
         "total = self.totals[row, 0] + self.totals[row, 1]",
         "total = self.totals[row, 0]",
         FORWARD_WIDE,
     ),
     Fault(
         "wide heads without a rescaling of the output",
-        f"{KERNELS}/sm90/alternating_softmax.py",
+        f"{KERNELS}/sm90_wide/alternating_softmax.py",
         "output[index, None].store(output[index, None].load() * factors[index])",
         "pass",
         FORWARD_WIDE_NEEDLE,
     ),
     Fault(
         "P or dS of the other tile in the backward of wide heads",
-        f"{KERNELS}/sm90/wide_gradient.py",
+        f"{KERNELS}/sm90_wide/gradient.py",
         "Operands(own.p_ds.stage(owner), own.chunks[index].stage(stage))",
         "Operands(own.p_ds.stage(1 - owner), own.chunks[index].stage(stage))",
         BACKWARD_WIDE,
     ),
     Fault(
         "logsumexp of the next queries in the backward of wide heads",
-        f"{KERNELS}/sm90/wide_scores.py",
+        f"{KERNELS}/sm90_wide/scores.py",
         "first = shared + (start + thread % 4 * PAIR)",
         "first = shared + (start + (thread + 1) % 4 * PAIR)",
         BACKWARD_WIDE,
     ),
     Fault(
         "dK and dV of one query head of a group of wide heads",
-        f"{KERNELS}/sm90/wide_gradient.py",
+        f"{KERNELS}/sm90_wide/gradient.py",
         "work.head * p.group + j // count, work.first + j % count",
         "work.head * p.group, work.first + j % count",
         BACKWARD_WIDE_GROUPED,

@@ -42,7 +42,10 @@ from tools.lab.mutation.tree import ROOT, copy_tree
 
 VERSION: Final = 1  # of the operators and of the selection: another version draws and counts otherwise
 FILES: Final = (
-    *(f"cutlass_py_attn/{package}/*.py" for package in ("api", "bundle", "jax", "plan", "problem", "runtime")),
+    *(
+        f"cutlass_py_attn/{package}/*.py"
+        for package in ("api", "bundle", "jax", "launch", "plan", "problem", "runtime")
+    ),
     "cutlass_py_attn/compilation/cache*.py",
     "cutlass_py_attn/artifact.py",
 )

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.errors import DriverError
+from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.tile_time import LONG_LENGTH
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import portable_arch

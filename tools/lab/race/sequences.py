@@ -30,7 +30,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from cutlass_py_attn.artifact import Folder
 from cutlass_py_attn.bench.harness import commit
 from cutlass_py_attn.errors import CompileError, Stale
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import check
 from tools.docs import attempts

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import AttentionError
-from cutlass_py_attn.plan.build import ROW_KINDS
+from cutlass_py_attn.launch.build import ROW_KINDS
 from cutlass_py_attn.runtime import driver
 from tools.lab.race import stress_builds, stress_kernels, stress_run
 from tools.release import build_ptx, record

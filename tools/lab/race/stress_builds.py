@@ -18,9 +18,10 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import cubin
 from cutlass_py_attn.compilation.report import spilled_bytes
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.plan import entry_points, sm90_smem
-from cutlass_py_attn.plan.build import Build
-from cutlass_py_attn.plan.gemm_spec import WARPGROUP_WARPS
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
 
 PLAIN = "plain"
 DELAY = "delay_"  # prefix of the names of delay builds

@@ -20,11 +20,13 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.inspection.occupancy import occupancy
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.plan import entry_points, planner
-from cutlass_py_attn.plan.build import Build
+from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.sm90_family.tile_time import MULTICAST_LENGTH
+from cutlass_py_attn.launch import entry_points
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.variants import PER_HEAD, SPLIT_KV
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.sm90 import MULTICAST_LENGTH
-from cutlass_py_attn.plan.variants import PER_HEAD, SPLIT_KV
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES, TENSOR, granularity
@@ -194,7 +196,7 @@ def _lengths(build: Build) -> tuple[int, int]:
     """Returns (queries, keys) for which the planner selects the kernel."""
     if build.variant == PER_HEAD:
         return HEADS_QUERIES, HEADS_KEYS
-    return (MULTICAST_LENGTH, MULTICAST_LENGTH) if build.body.lengths == "long" else (QUERIES, KEYS)
+    return (MULTICAST_LENGTH, MULTICAST_LENGTH) if kernel_of(build).lengths == "long" else (QUERIES, KEYS)
 
 
 def _times(base: Case, artifact: Artifact, gpu: driver.Device) -> int:

@@ -1,0 +1,1 @@
+"""Kernels that compute row by row: appends to caches and merges of partial results."""

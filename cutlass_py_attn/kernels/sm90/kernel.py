@@ -1,0 +1,298 @@
+"""sm90 family (wgmma, TMA): its kernels, their warps, registers, grids and tensor maps.
+
+`kernels/sm90_family/choice.py` says which problems they take, and which of them the planner has for a problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from cutlass_py_attn.kernels.kernel import TERMS, FusedKernel, Tile, no_products, no_splits
+from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90 import rules as tile_rules
+from cutlass_py_attn.kernels.sm90.layout import (
+    DQ_WARPGROUPS,
+    LOAD_WARPGROUPS,
+    deals_last_rounds,
+    stored_tiles,
+    tma_tiles,
+)
+from cutlass_py_attn.kernels.sm90.schedule import steps_of
+from cutlass_py_attn.launch.arch import Architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.entry_points import LAST_VALUE
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
+from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.names import (
+    BATCH,
+    GROUP,
+    NUM_HEADS,
+    NUM_HEADS_KEY,
+    NUM_KEYS,
+    NUM_QUERIES,
+    NUM_SMS,
+    NUM_SPLITS_KEY,
+    WORK_TILES,
+)
+from cutlass_py_attn.launch.variants import (
+    DS_REGISTERS,
+    KEY_REGISTERS,
+    MULTICAST,
+    PER_HEAD,
+    QUERY_HEADS,
+    SHARED_END,
+    SPLIT_KV,
+    STANDARD,
+)
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.score_terms import registry
+
+Reason = Callable[[Problem, Build, Mapping[str, int]], str]
+
+# Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
+# block of its own costs a tile about 2 us.
+LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
+_DK_FROM_REGISTERS: Final = "dK from dS in registers, and dV"
+
+
+def forward_warps(build: Build) -> Build:
+    """Returns the forward with its warps: warpgroups have rows of S and O."""
+    return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
+
+
+def backward_warps(build: Build) -> Build:
+    """Returns the backward with the warps of each product: warpgroups share rows of S^T, dV and dK."""
+    key_warps = build.tile_n // WARPGROUP_ROWS * WARPGROUP_WARPS, 1
+    return replace(
+        build,
+        warps_scores=key_warps,
+        warps_grad_v=key_warps,
+        warps_grad_k=key_warps,
+        warps_grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1),
+    )
+
+
+def limited_by(registers: Callable[[Build], tuple[int, ...]]) -> Callable[[Build, Architecture], int]:
+    """Returns `accumulator_limit` of a kernel: the registers of a thread of the warpgroups that compute."""
+    return lambda build, limits: registers(build)[-1]
+
+
+def consumer_threads(build: Build) -> int:
+    """Returns the threads that have accumulators of scores."""
+    return build.warps_scores[0] * WARP_THREADS
+
+
+def forward_accumulators(build: Build) -> int:
+    """Returns the registers of S, of the 16-bit weights beside it, and of O."""
+    return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // consumer_threads(build)
+
+
+def _backward_accumulators(build: Build) -> int:
+    """Returns the registers of S and dP, and of dV and dK."""
+    return _with_gradients(build, 2 * build.block_queries)
+
+
+def _keeps_ds_accumulators(build: Build) -> int:
+    """Returns the registers of dP beside the 16-bit weights, as the next S is multiplied after dS, of dV and of dK."""
+    return _with_gradients(build, build.block_queries + build.block_queries // 2)
+
+
+def _with_gradients(build: Build, scores: int) -> int:
+    return build.tile_n * (scores + build.columns + build.columns_value) // consumer_threads(build)
+
+
+def main_grid(build: Build) -> Grid:
+    """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
+
+    Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
+    heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
+    Blocks with y > 0 compute one query tile each, of the last rounds.
+    """
+    if build.variant == PER_HEAD:
+        return _per_head_blocks(), ONE, ONE
+    cluster = build.cluster
+    if build.shares_query_tiles:
+        return _up_to_sms(WORK_TILES * NUM_SPLITS_KEY), ONE, ONE
+    if SHARED_END in build.options:
+        return _up_to_sms(WORK_TILES * Name("num_splits_query")), ONE, ONE
+    if build.kind == "forward":
+        work_tiles = ceil_div(NUM_QUERIES, build.tile_m * cluster) * NUM_HEADS * BATCH
+    else:
+        heads = NUM_HEADS if build.variant == QUERY_HEADS else NUM_HEADS_KEY
+        work_tiles = ceil_div(NUM_KEYS, build.tile_n * cluster) * heads * BATCH
+    if deals_last_rounds(build):
+        has_rounds = work_tiles >= LAST_ROUNDS_LEAST * NUM_SMS
+        return _up_to_sms(work_tiles), 1 + LAST_ROUNDS * (NUM_QUERIES >= LAST_ROUNDS_LENGTH) * has_rounds, ONE
+    if cluster == 1:
+        return _up_to_sms(work_tiles), ONE, ONE
+    return cluster * maximum(minimum(NUM_SMS // cluster, work_tiles), 1), ONE, ONE
+
+
+def _up_to_sms(work_tiles: Expr) -> Expr:
+    """Returns the persistent blocks that compute so many work tiles: at least one, and one for each SM at most."""
+    return maximum(minimum(NUM_SMS, work_tiles), 1)
+
+
+def finish_kv_grid(build: Build) -> Grid:
+    """Returns the grid of the kernel that converts dK and dV: a block for the rows of one warpgroup."""
+    return times(ceil_div(NUM_KEYS, build.tile_n), build.tile_n // WARPGROUP_ROWS), NUM_HEADS_KEY, BATCH
+
+
+def num_splits_key(build: Build) -> Expr:
+    """Returns the key tiles of the backward: every one is a work tile of its own."""
+    return ceil_div(NUM_KEYS, build.tile_n)
+
+
+def per_head_accum_bytes(build: Build) -> Expr:
+    """Returns the bytes of grad_query_accum with one block per head: dQ of one key head for each block."""
+    rows = _per_head_blocks() * round_up(NUM_QUERIES, build.tile_m) * GROUP
+    return rows * (build.columns * F32_BYTES)
+
+
+def _per_head_blocks() -> Expr:
+    return _up_to_sms(NUM_HEADS_KEY * BATCH)
+
+
+def reason(roles: Callable[[Build], str]) -> Reason:
+    """Returns `reason` of a kernel, from what the warpgroups of a block do."""
+
+    def of_plan(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
+        return f"sm90 family (wgmma, TMA): {roles(build)}"
+
+    return of_plan
+
+
+def forward_reason(shares: str = "", loads: str = "one warp loads") -> Reason:
+    """Returns `reason` of a forward; shares: how several blocks share work; loads: what the first warpgroup does."""
+    return reason(lambda build: f"{shares}{_computing(build)} S and O, {loads}")
+
+
+def _backward_reason(shares: str = "", dk: str = "dK and dV", dq: str = "dQ") -> Reason:
+    """Returns `reason` of a backward; shares: how blocks divide key tiles and heads, if not a block a key tile."""
+
+    def roles(build: Build) -> str:
+        of_group = "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
+        return f"{shares or of_group}{_computing(build)} {dk}, one computes {dq}, one warp loads"
+
+    return reason(roles)
+
+
+def _computing(build: Build) -> str:
+    consumers = build.warps_scores[0] // WARPGROUP_WARPS
+    return "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
+
+
+def value_page_rows(problem: Problem) -> int:
+    """Returns the row strides from one page of value to the next; 0 if there is one page."""
+    page, row, *_ = problem.value.strides
+    return page // row if problem.value.shape[0] > 1 and row > 0 else 0
+
+
+def _forward_maps(build: Build) -> dict[str, Tile]:
+    tiles = tma_tiles(build)
+    return {**tiles, LAST_VALUE: tiles["value"]} if build.has(registry.PAGED) else tiles
+
+
+def _backward_maps(build: Build) -> dict[str, Tile]:
+    return tma_tiles(build) | stored_tiles(build)
+
+
+WITHOUT_DROPOUT: Final = ("softcap", "bias", "alibi", "sinks")
+
+FORWARD: Final = FusedKernel(
+    kind="forward",
+    family="sm90",
+    variant=STANDARD,
+    module="sm90.forward",
+    summary="persistent blocks over query tiles",
+    layouts=(*registry.LAYOUTS, registry.PAGED),
+    terms=TERMS,
+    refusals=tile_rules.sm90_forward,
+    with_warps=forward_warps,
+    shared_memory=sm90_smem.forward_map,
+    products=no_products,
+    accumulators=forward_accumulators,
+    accumulator_limit=limited_by(sm90_smem.registers),
+    main_grid=main_grid,
+    num_splits_key=no_splits,
+    tensor_maps=_forward_maps,
+    reason=forward_reason(),
+)
+MULTICAST_FORWARD: Final = replace(
+    FORWARD,
+    variant=MULTICAST,
+    summary="clusters of two blocks over neighbouring query tiles; each block loads half of every key and value tile",
+    layouts=("grouped",),
+    terms=(),
+    lengths="long",
+    reason=forward_reason(shares="two blocks of a cluster load keys and values for both: "),
+)
+SPLIT_KV_FORWARD: Final = replace(
+    FORWARD,
+    variant=SPLIT_KV,
+    summary="blocks share the keys of each query tile; a second kernel joins their results",
+    terms=WITHOUT_DROPOUT,
+    lengths="few_queries",
+    reason=forward_reason(shares="blocks share the keys of each query tile, of which there are fewer than SMs: "),
+)
+BACKWARD: Final = FusedKernel(
+    kind="backward",
+    family="sm90",
+    variant=STANDARD,
+    module="sm90.backward",
+    summary="persistent blocks over key tiles",
+    layouts=registry.LAYOUTS,
+    terms=TERMS,
+    refusals=tile_rules.sm90_backward,
+    with_warps=backward_warps,
+    shared_memory=sm90_smem.backward_map,
+    products=no_products,
+    accumulators=_backward_accumulators,
+    accumulator_limit=limited_by(sm90_smem.registers),
+    main_grid=main_grid,
+    num_splits_key=num_splits_key,
+    tensor_maps=_backward_maps,
+    reason=_backward_reason(),
+    steps=steps_of,
+)
+# What the standard body and variant query_heads implement with score_rows.
+SCORE_ROWS_BACKWARD: Final = replace(BACKWARD, terms=WITHOUT_DROPOUT)
+PER_HEAD_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=PER_HEAD,
+    summary="one block per head: each block computes all key tiles of a head and sums dQ without atomics",
+    layouts=("grouped",),
+    lengths="short",
+    reason=_backward_reason(shares="one block per head: "),
+)
+QUERY_HEADS_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=QUERY_HEADS,
+    summary="persistent blocks over key tiles of every query head; dK and dV of a group are added in float32",
+    lengths="short",
+    reason=_backward_reason(shares="a block computes a key tile of one query head and adds dK and dV in float32: "),
+)
+DS_REGISTERS_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=DS_REGISTERS,
+    summary="persistent blocks over key tiles; dK is multiplied from dS in registers",
+    terms=("bias", "sinks"),
+    accumulators=_keeps_ds_accumulators,
+    reason=_backward_reason(dk=_DK_FROM_REGISTERS),
+)
+KEY_REGISTERS_BACKWARD: Final = replace(
+    BACKWARD,
+    variant=KEY_REGISTERS,
+    summary="persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in "
+    "registers",
+    terms=("sinks",),
+    accumulators=_keeps_ds_accumulators,
+    reason=_backward_reason(dk=_DK_FROM_REGISTERS, dq="dQ from keys in registers"),
+)
+KERNELS: Final = (
+    *(FORWARD, MULTICAST_FORWARD, SPLIT_KV_FORWARD),
+    *(BACKWARD, PER_HEAD_BACKWARD, QUERY_HEADS_BACKWARD, DS_REGISTERS_BACKWARD, KEY_REGISTERS_BACKWARD),
+)

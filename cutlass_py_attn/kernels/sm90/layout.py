@@ -1,0 +1,228 @@
+"""Roles, tiles, shared memory and registers of the sm90 kernels: what their machine code reads of a Build.
+
+kernel            warpgroups
+forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
+forward, MLA      1 loads; 2 compute S of every second key tile, and half of the columns of O, of 64 query rows
+forward, e4m3     1 loads and transposes values; 1, 2 or 3 compute S and O of 64 query rows each
+e4m3 cache        1 loads and converts keys and values; 1, 2 or 3 compute S and O of 64 query rows each
+forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
+backward, wide    1 loads; 2 compute S and dP of every second tile, and some columns of dQ, dK or dV, of 64 rows
+backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
+backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 computes dS and dK
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from cutlass_py_attn.launch.build import Buffer, Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
+from cutlass_py_attn.launch.variants import (
+    KEY_REGISTERS,
+    PER_HEAD,
+    SPECULATIVE,
+    TWO_CTA,
+)
+from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.score_terms import registry
+
+LOAD_WARPGROUPS: Final = 1
+DQ_WARPGROUPS: Final = 1  # of the backward
+CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
+KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
+KEY_REGISTERS_STAGED: Final = 2  # of these pieces in the staging buffer; a query tile has a multiple of it
+ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add dQ of a query tile
+GRAD_BIAS_WARP: Final = WARPGROUP_WARPS - 1  # of a backward: it stores dS as the gradient of the bias
+WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
+WORK_TILE_RECORDS: Final = 2  # for each stage of the key
+# Tiles whose dropout bits the kernels generate at once; the first number that fits is chosen.
+DROPOUT_TILES: Final = (32, 16, 8, 4)
+DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the backward generates together
+# Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
+FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
+SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
+
+
+def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
+    """Returns (rows, columns) of the tiles that TMA loads, by operand, in the order of the kernel's tensor maps."""
+    if build.kind == "backward":
+        return {
+            "query": (build.block_queries, build.columns),
+            "grad_output": (build.block_queries, build.columns_value),
+            "key": (build.tile_n, build.columns),
+            "value": (build.tile_n, build.columns_value),
+        }
+    return {
+        "query": (build.tile_m, build.columns),
+        "key": (build.tile_n, build.columns),
+        "value": (build.tile_n, build.columns_value),
+    }
+
+
+def stored_tiles(build: Build) -> dict[str, tuple[int, int]]:
+    """Returns (rows, columns) of the tiles that TMA stores, by tensor; their maps follow those of loads."""
+    return {"grad_bias": (build.tile_m, build.tile_n)} if build.maps_grad_bias else {}
+
+
+def num_stages(build: Build) -> dict[str, int]:
+    """Returns the pipeline stages of each operand that TMA loads, as the shared-memory map has them."""
+    return {
+        name: build.buffer(name).bytes // (rows * columns * build.item_bytes)
+        for name, (rows, columns) in tma_tiles(build).items()
+    }
+
+
+def forward_map(build: Build) -> tuple[Buffer, ...]:
+    """Returns the map of the forward, with two query stages and with dropout bits of several key tiles if they fit.
+
+    With two query stages, the next query tile is loaded before the last value tile of this one is multiplied. Loads
+    from pages take longer: key and value in pages have one more stage if it fits, even where only one query stage is
+    left (d 128 with 16-row pages on an H200: 0.90 of the speed without pages; with two query stages, and one more stage
+    of key alone, 0.81).
+    """
+    dropout_tiles = DROPOUT_TILES if build.has("dropout") else (0,)
+    more_stages = (1, 0) if build.has("paged") and not build.has(registry.KV8) else (0,)
+    options = itertools.product(more_stages, (2, 1), dropout_tiles)
+    maps = {option: _forward_with(build, *option) for option in options}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _forward_with(build: Build, more_stages: int, query_stages: int, dropout_tiles: int) -> tuple[Buffer, ...]:
+    """Places the stages of query, key and value, the dropout bits, and a full and an empty barrier for each stage.
+
+    With scales of rows also those of the keys and values of each stage.
+    """
+    dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages + more_stages
+    scales = stages * tile_n * F32_BYTES if build.has(registry.KV8_ROW) else 0
+    return stack(
+        ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 1),
+        ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
+        ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("key_scales", scales, 0, 1),
+        ("value_scales", scales, 0, 0),
+        ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
+        ("barriers", 2 * BARRIER_BYTES * (query_stages + 2 * stages), 0, 4),
+    )
+
+
+def splits_key_loop(build: Build) -> bool:
+    """Returns whether the forward has a loop of its own for key tiles that every row sees completely.
+
+    Against the version before, which had one loop and no chains, it was slower with a window (TFLOP/s on an H200, bf16
+    d 64, window 1024: 346, before 365) and, in wide heads, with ALiBi (d 128: 545, before 584) or softcap (545, before
+    554). In heads of 64 columns these are faster with it (378, before 368; 363, before 351). So is a bias in both
+    (d 64: 251, before 243; d 128: 425, before 421). Option speculative needs the loop.
+    """
+    if SPECULATIVE in build.options:
+        return True
+    is_wide = max(build.columns, build.columns_value) > SPLIT_WITH_TERMS_COLUMNS
+    return not build.form.has_left and not (is_wide and (build.has("alibi") or build.has("softcap")))
+
+
+def deals_last_rounds(build: Build) -> bool:
+    """Returns whether the GPU deals the tiles of the forward's last rounds, each to a block of its own.
+
+    With 192 query rows a tile, a head has few tiles of unequal length, which rounds of all blocks share unevenly.
+    """
+    is_causal = build.kind == "forward" and build.form.grows
+    return is_causal and build.tile_m == 192 and not build.has("varlen") and not build.has_combine
+
+
+def dropout_tile_bytes(build: Build) -> int:
+    """Returns the bytes of the dropout bits of one tile: one bit for each score."""
+    return build.tile_m * build.tile_n // 8
+
+
+def backward_map(build: Build) -> tuple[Buffer, ...]:
+    """Returns the map of the backward, with dropout bits of as many query tiles as fit."""
+    dropout_tiles = DROPOUT_TILES if build.has("dropout") else (0,)
+    maps = {count: _backward_with(build, count) for count in dropout_tiles}
+    return maps[first_that_fits(build, maps.items())]
+
+
+def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
+    """Places the stages of every operand, of dS and of the row statistics, and what the warpgroups exchange.
+
+    Also the staged dQ, the dropout bits, a full and an empty barrier for each stage, and the records of work tiles.
+    With one block per head there is one more barrier, for the loads of the dQ sum. If dQ is added in order, two warps
+    that add the staged dQ have two barriers each.
+    """
+    dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
+    query_stages, grad_output_stages, rows = build.query_stages, build.grad_output_stages, build.block_queries
+    ds_stages = grad_output_stages * rows // tile_m
+    stages = query_stages + grad_output_stages + ds_stages + build.key_stages + 1
+    stages += ADDING_WARPS if adds_in_order(build) else 0
+    return stack(
+        ("key", build.key_stages * tile_bytes(dtype, tile_n, build.columns), 0, 7),
+        ("value", tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
+        ("query", query_stages * tile_bytes(dtype, rows, build.columns), 0, 6),
+        ("grad_output", grad_output_stages * tile_bytes(dtype, rows, build.columns_value), 0, 5),
+        ("ds", ds_stages * tile_bytes(dtype, tile_m, tile_n), 4, 7),
+        ("staging", grad_query_bytes(build), 7, 7),
+        ("logsumexp", query_stages * rows * F32_BYTES, 0, 2),
+        ("delta", grad_output_stages * rows * F32_BYTES, 0, 4),
+        ("bias", tile_bytes(dtype, rows, tile_n) if build.has("bias") else 0, 0, 2),
+        ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
+        ("barriers", BARRIER_BYTES * (2 * stages + (build.variant == PER_HEAD)), 0, 8),
+        ("work_tiles", build.key_stages * WORK_TILE_RECORDS * WORK_TILE_WORDS * WORD_BYTES, 0, 8),
+    )
+
+
+def adds_in_order(build: Build) -> bool:
+    """Returns whether warps of their own add the staged dQ to its sums, in an order that semaphores keep.
+
+    With one block per head the order is that of the block's key tiles. With 128 queries a tile and one stage of K the
+    dQ warpgroup adds, which is 2 % faster; so it does in variant key_registers, which would spill with adding warps.
+    """
+    is_faster = build.tile_m == WARPGROUP_ROWS or build.key_stages > 1
+    needs_order = build.deterministic and build.variant not in (PER_HEAD, KEY_REGISTERS)
+    return needs_order and grad_query_bytes(build) > 0 and is_faster
+
+
+def registers(build: Build) -> tuple[int, ...]:
+    """Returns the registers per thread of each role: loads, computes dQ (in the backward), computes the others.
+
+    The last warpgroups hold scores and O, or dK and dV of 64 keys, and need a few registers beside them.
+    """
+    if build.kind == "forward":
+        return FORWARD_REGISTERS[build.tile_m]
+    if build.variant == TWO_CTA:
+        return 32, 64, 208
+    if build.tile_n == WARPGROUP_ROWS:  # one warpgroup less
+        return 32, 120, 240
+    if build.block_queries < build.tile_m:
+        return 24, 56, 216
+    if build.variant == KEY_REGISTERS:  # the warpgroup of dQ has K^T
+        return 32, 80, 200
+    accumulators = (build.columns + build.columns_value) // 2 + build.tile_m
+    if accumulators <= 176:
+        return 24, 104, 192
+    return (24, 72, 208) if build.variant == PER_HEAD and not build.has("dropout") else (32, 64, 208)
+
+
+def grad_query_piece(build: Build) -> tuple[int, int]:
+    """Returns (rows, columns) of dQ for which its warpgroup has registers at once.
+
+    The columns are all columns, or as many as divide a swizzled strip of the key tile.
+    """
+    if build.variant == KEY_REGISTERS:
+        return KEY_REGISTERS_PIECE
+    dq_registers = registers(build)[1]
+    if dq_registers >= build.columns // 2 + 40:
+        return WARPGROUP_ROWS, build.columns
+    return WARPGROUP_ROWS, 32 if build.columns % 64 or dq_registers < 64 else 64
+
+
+def grad_query_bytes(build: Build) -> int:
+    """Returns the bytes of the staged float32 pieces of dQ; 0 if score_rows or the 2-CTA body add from registers."""
+    if build.block_queries < build.tile_m or build.variant == TWO_CTA:
+        return 0
+    rows, columns = grad_query_piece(build)
+    return staged_pieces(build) * rows * columns * F32_BYTES
+
+
+def staged_pieces(build: Build) -> int:
+    """Returns how many pieces of dQ the staging buffer holds."""
+    return KEY_REGISTERS_STAGED if build.variant == KEY_REGISTERS else 1

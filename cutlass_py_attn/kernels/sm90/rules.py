@@ -1,0 +1,221 @@
+"""Rules of the sm90 kernels: with which tile, warps and stages they can be built, beside those of build_rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from cutlass_py_attn.kernels.kernel import Refusals, listed, refuse
+from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
+from cutlass_py_attn.kernels.sm90.layout import (
+    CONSUMER_WARPGROUPS,
+    DQ_WARPGROUPS,
+    FORWARD_REGISTERS,
+    LOAD_WARPGROUPS,
+)
+from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.variants import (
+    DS_REGISTERS,
+    E4M3,
+    KEEPS_DS,
+    KEY_REGISTERS,
+    MULTICAST,
+    PER_HEAD,
+    QUERY_HEADS,
+    SPLIT_KV,
+    STANDARD,
+    WIDE,
+)
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
+
+SM90_MAX_HEAD_DIM: Final = 256
+# tile_m by columns
+KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
+BIAS_WITH_TERMS_HEAD_DIM: Final = 64  # the widest with which the sm90 backward has registers for a bias and any terms
+SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
+SM90_BACKWARD_TILE_M: Final = (64, 128)
+WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
+SM90_TILE_N: Final = (64, 256)  # least and most keys of the forward; wgmma has up to 256 columns
+
+
+def sm90_operands(build: Build) -> Refusals:
+    """Yields the rules of the target, dtype and rows of every sm90 kernel."""
+    if not architecture(build.arch).has_wgmma:
+        yield refuse(build, "arch", "has no wgmma", "use sm_90a, or family sm80")
+    if build.variant == E4M3 and build.dtype != FLOAT8:
+        yield refuse(build, "dtype", f"variant {E4M3} multiplies {FLOAT8}", "use it, or another variant")
+    elif build.variant != E4M3 and build.item_bytes != 2:
+        yield refuse(build, "dtype", "the kernel multiplies 16-bit operands", "use float16 or bfloat16")
+    if build.vector_bytes < ROW_ALIGNMENT_BYTES:
+        yield refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes", "align them")
+
+
+def sm90_head_dims(build: Build, kernels: str, widest: int, other: str) -> Refusals:
+    """Yields the rule that head dims are at most `widest`; kernels: what ends there, other: what has wider ones."""
+    for field in ("head_dim", "head_dim_value"):
+        if getattr(build, field) > widest:
+            yield refuse(build, field, f"{kernels} at {widest}", f"use {other}")
+
+
+def sm90_standard(build: Build) -> Refusals:
+    """Yields the rules of operands and head dims of every sm90 kernel but those of variants wide and mla."""
+    yield from sm90_operands(build)
+    kernels, other = "the sm90 kernels of narrower heads end", f"variant {WIDE} or family sm80"
+    yield from sm90_head_dims(build, kernels, SM90_MAX_HEAD_DIM, other)
+
+
+def consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Refusals:
+    """Yields the rule of warps: `others` warpgroups load or compute dQ, and the kernel has registers for the rest."""
+    count, rest = divmod(build.warps - others * WARPGROUP_WARPS, WARPGROUP_WARPS)
+    if rest or count not in allowed:
+        warps = tuple((others + number) * WARPGROUP_WARPS for number in allowed)
+        rule = f"the kernel has registers for {listed(allowed)} warpgroups beside {others} that load or compute dQ"
+        yield refuse(build, "warps", rule, f"use {listed(warps)}")
+
+
+def forward_rows(build: Build, row_choices: Iterable[int]) -> Refusals:
+    """Yields the rules of every forward whose warpgroups have query rows each, of so many in all."""
+    yield from sm90_standard(build)
+    wrong_warps = [*consumers(build, LOAD_WARPGROUPS, tuple(rows // WARPGROUP_ROWS for rows in row_choices))]
+    yield from wrong_warps
+    rows = (build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS) * WARPGROUP_ROWS
+    if not wrong_warps and build.tile_m != rows:
+        yield refuse(build, "tile_m", f"each warpgroup owns {WARPGROUP_ROWS} rows", f"use {rows}, or other warps")
+
+
+def forward_keys(build: Build) -> Refusals:
+    """Yields the rules of the keys of a tile of a forward of 16-bit operands."""
+    least, most = SM90_TILE_N
+    if build.tile_n % WGMMA_DEPTH or not least <= build.tile_n <= most:
+        rule = f"wgmma sums over {WGMMA_DEPTH} keys at once"
+        yield refuse(build, "tile_n", rule, f"use a multiple of that from {least} to {most}")
+    if build.has("dropout") and build.tile_n % WARPGROUP_ROWS:
+        rule = "each thread has whole words of dropout bits"
+        yield refuse(build, "tile_n", rule, f"use a multiple of {WARPGROUP_ROWS}")
+
+
+def two_key_tiles(build: Build) -> Refusals:
+    """Yields the rule that a forward has two key tiles in flight."""
+    if build.query_stages < 2:
+        yield refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied", "use 2 or more")
+
+
+def sm90_forward(build: Build) -> Refusals:
+    """Yields the rules of the forwards of 16-bit operands of narrower heads."""
+    yield from forward_rows(build, FORWARD_REGISTERS)
+    yield from forward_keys(build)
+    yield from two_key_tiles(build)
+    if build.variant == MULTICAST and not build.form.grows:
+        yield refuse(build, "mask", "variant multicast is built for causal masks", "use the standard variant")
+    if build.variant == SPLIT_KV and build.form.has_left:
+        yield refuse(build, "mask", "windows have few key tiles to share", "use the standard variant")
+    if build.variant == MULTICAST and build.tile_m != 2 * WARPGROUP_ROWS:
+        yield refuse(build, "tile_m", "variant multicast has two warpgroups that compute", f"use {2 * WARPGROUP_ROWS}")
+
+
+def sm90_backward(build: Build) -> Refusals:
+    """Yields the rules of the sm90 backwards whose warpgroups have keys each."""
+    yield from sm90_standard(build)
+    yield from all_gradients(build)
+    with_one = build.variant == STANDARD and not build.score_rows and not build.has("dropout")
+    yield from backward_warp_rules(build, (1, CONSUMER_WARPGROUPS) if with_one else (CONSUMER_WARPGROUPS,))
+    yield from _sm90_backward_tile(build)
+
+
+def all_gradients(build: Build) -> Refusals:
+    """Yields the rule that a backward computes the gradients of all operands."""
+    if not {*OPERANDS} <= {*build.gradients}:
+        yield refuse(build, "gradients", f"the sm90 backward computes all of {', '.join(OPERANDS)}", "use family sm80")
+
+
+def backward_warp_rules(build: Build, allowed: tuple[int, ...]) -> Refusals:
+    """Yields the rules of the warps, and of the stages that they share; allowed: warpgroups that compute S and dP."""
+    yield from consumers(build, LOAD_WARPGROUPS + DQ_WARPGROUPS, allowed)
+    if build.query_stages < 2:
+        yield refuse(build, "query_stages", "a stage is in use until the next tile is multiplied", "use 2 or more")
+    if build.key_stages > 2:
+        yield refuse(build, "key_stages", "the kernel has at most two key tiles in flight", "use 1 or 2")
+
+
+def _sm90_backward_tile(build: Build) -> Refusals:
+    if build.tile_m not in SM90_BACKWARD_TILE_M:
+        rule = f"dQ is stored by {WARPGROUP_ROWS} rows"
+        yield refuse(build, "tile_m", rule, f"use {listed(SM90_BACKWARD_TILE_M)}")
+    consumers = build.warps // WARPGROUP_WARPS - LOAD_WARPGROUPS - DQ_WARPGROUPS
+    keys = min(max(consumers, 1), CONSUMER_WARPGROUPS) * WARPGROUP_ROWS
+    if build.tile_n != keys:
+        yield refuse(build, "tile_n", f"each warpgroup owns {WARPGROUP_ROWS} keys", f"use {keys}, or other warps")
+    for field, widest in zip(("head_dim", "head_dim_value"), SCORE_ROWS_HEAD_DIMS, strict=True):
+        if getattr(build, field) > widest:
+            yield refuse(build, field, f"dK and dV leave registers for scores up to {widest}", "use variant 2cta")
+    if build.variant == QUERY_HEADS:
+        yield from _query_heads(build)
+    if build.variant in KEEPS_DS:
+        yield from _keeps_ds(build)
+    if build.has("bias") and max(build.columns, build.columns_value) > BIAS_WITH_TERMS_HEAD_DIM:
+        yield from _bias_with_terms(build)
+    if not build.score_rows:
+        if max(build.head_dim, build.head_dim_value) > NARROW_HEAD_DIM:
+            rule = f"head dims beyond {NARROW_HEAD_DIM} leave registers for a part of a tile"
+            yield refuse(build, "score_rows", rule, "use 32")
+        return
+    rows = build.score_rows
+    if build.tile_m % rows or rows % WGMMA_DEPTH or rows == build.tile_m:
+        rule = f"must divide tile_m = {build.tile_m}, be less, and be a multiple of {WGMMA_DEPTH}"
+        yield refuse(build, "score_rows", rule, "change it")
+    elif build.grad_output_stages * rows % build.tile_m:
+        rule = "the stages of dS hold whole query tiles"
+        yield refuse(build, "grad_output_stages", rule, f"use a multiple of {build.tile_m // rows}")
+    if build.variant == PER_HEAD:
+        yield refuse(build, "score_rows", "variant per_head loads the dQ sum where whole tiles stage dQ", "use 0")
+    if build.key_stages != 1:
+        yield refuse(build, "key_stages", "with score_rows there is one key tile in flight", "use 1")
+    if build.has("dropout"):
+        yield refuse(build, "score_rows", "dropout bits are generated for whole tiles", "use 0")
+
+
+def _keeps_ds(build: Build) -> Refusals:
+    """Registers of these variants are counted for one tile of each number of columns."""
+    name = f"variant {build.variant}"
+    tiles = KEEPS_DS_TILES[build.variant]
+    for field, padded in (("head_dim", build.columns), ("head_dim_value", build.columns_value)):
+        if padded not in tiles or build.columns != build.columns_value:
+            both = " or ".join(map(str, tiles))
+            rule = f"{name} has {both} columns of both, and this is padded to {padded}"
+            yield refuse(build, field, rule, "use the standard variant")
+    if build.tile_m != (tile_m := tiles.get(build.columns, build.tile_m)):
+        yield refuse(build, "tile_m", f"{name} has registers for scores of {tile_m} queries", f"use {tile_m}")
+    if build.score_rows:
+        yield refuse(build, "score_rows", f"{name} computes all rows of a tile at once", "use 0")
+    if build.has("bias") and build.bias_vector_bytes < ROW_ALIGNMENT_BYTES:
+        rule = f"{name} has no registers to copy fewer bytes at once than {ROW_ALIGNMENT_BYTES}"
+        yield refuse(build, "bias_vector_bytes", rule, "align the rows to that")
+    # ptxas spills 44 bytes.
+    is_f16_window = build.dtype == "float16" and build.form.has_left
+    if build.variant == DS_REGISTERS and is_f16_window and build.columns == NARROW_HEAD_DIM:
+        rule = f"{name} has no registers for the mask of a window in float16"
+        yield refuse(build, "mask", rule, "use the standard variant")
+
+
+def _bias_with_terms(build: Build) -> Refusals:
+    """Terms that leave no registers for a bias: ptxas spills 8 to 116 bytes."""
+    if build.has("softcap"):
+        yield refuse(build, "features", "the derivative of a softcap leaves no registers for a bias", "use family sm80")
+    is_dense = build.bias_vector_bytes == ROW_ALIGNMENT_BYTES and not build.has("varlen")
+    if build.has("dropout") and (build.has("alibi") or not is_dense):
+        rule = (
+            "beside dropout there are registers for a bias of sequences of one length alone, copied "
+            f"{ROW_ALIGNMENT_BYTES} bytes at once, and no ALiBi"
+        )
+        yield refuse(build, "features", rule, "use family sm80")
+
+
+def _query_heads(build: Build) -> Refusals:
+    if not build.has("grouped"):
+        rule = "variant query_heads adds the gradients of query heads with one key head"
+        yield refuse(build, "features", rule, "use the standard variant")
+    if build.deterministic:
+        rule = "variant query_heads adds dK and dV in any order"
+        yield refuse(build, "deterministic", rule, "use the standard variant")

@@ -1,0 +1,1 @@
+"""sm90 backward whose pairs of thread blocks share key tiles."""

@@ -1,0 +1,1 @@
+"""sm90 forward of e4m3 operands."""

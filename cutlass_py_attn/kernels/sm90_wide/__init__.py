@@ -1,0 +1,1 @@
+"""sm90 forward and backward of head dims beyond 256."""

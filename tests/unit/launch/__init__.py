@@ -1,0 +1,1 @@
+"""Tests of cutlass_py_attn/launch/."""
