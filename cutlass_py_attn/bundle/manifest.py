@@ -95,12 +95,8 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def names_of(problem: AnyProblem, plan: Plan, num_sms: int) -> dict[str, float]:
-    """Returns the value of every name in the plan's rules: inputs, num_sms and the definitions."""
-    return _names_of(rules_of(problem, plan.build), num_sms)
-
-
-def _names_of(rules: Rules, num_sms: int) -> dict[str, float]:
+def names_of(rules: Rules, num_sms: int) -> dict[str, float]:
+    """Returns the value of every name in the rules: inputs, num_sms and the definitions."""
     found: dict[str, float] = {name: item.value for name, item in rules.inputs.items()}
     found["num_sms"] = num_sms
     for name, rule in rules.definitions.items():
@@ -116,7 +112,7 @@ def _target(target: Target, rules: Rules, with_its_facts: Sequence[Build]) -> Js
     if unfit:
         raise NotSupported([f"{name} = {given[name].value}: must fit in 64 bits" for name in unfit])
     _expect(problem, rules.conditions, {name: item.value for name, item in given.items()})
-    names = _names_of(rules, target.num_sms)
+    names = names_of(rules, target.num_sms)
     _expect(problem, rules.limits, names)
     planned = dict(plan.params)
     for name, rule in rules.definitions.items():

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
+from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.decode import layout as decode_smem
@@ -34,7 +35,6 @@ from cutlass_py_attn.launch.names import (
     TOKENS_Q,
 )
 from cutlass_py_attn.launch.variants import PER_HEAD, PERSISTENT
-from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.plan.launch_rules import (
     MAX_GRID_YZ,
     MAX_INT32,
@@ -103,8 +103,7 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
 
 def mapped(build: Build) -> tuple[str, ...]:
     """Returns the tensors that the main kernel reads or writes through a tensor map, in the order of its parameters."""
-    names = (name for name, _ in entry_parameters.parameters(build))
-    return tuple(name.removeprefix("map_") for name in names if name.startswith("map_"))
+    return tuple(kernel_of(build).tensor_maps(build))
 
 
 def _sizes(problem: Problem, build: Build) -> Iterator[Condition]:
@@ -171,12 +170,12 @@ def _edges(build: Build) -> Iterator[Condition]:
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:
     """Strides are multiples of the elements of one load, and above 0 along the axes of a tensor map."""
-    operands = problem.operands()
+    operands, of_maps = problem.operands(), mapped(build)
     for name in (name for name in (*BMHK, KEY_ROPE) if name in operands):
         unit = build.vector_bytes // OPERAND_BYTES[operands[name].tensor.dtype]
         for size, stride in list(zip(shape(operands[name]), strides(operands[name]), strict=True))[:3]:
             yield from multiple(size, stride, unit)
-            if name in mapped(build):
+            if name in of_maps:
                 yield from _map_stride(build, size, stride)
     if build.reads_value_in_key:
         for of_value, of_key in zip(operands["value"].strides, operands["key"].strides, strict=True):

@@ -15,6 +15,7 @@ import pytest
 from cutlass_py_attn.bundle.dispatch import facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.bundle.manifest import names_of
+from cutlass_py_attn.bundle.rules import rules_of
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.arch import architecture, runs_on
 from cutlass_py_attn.launch.build import Build
@@ -69,9 +70,8 @@ def _in_parts(builds: list[Build], problem: Problem, num_sms: int) -> Plan | Non
     builds: those with the facts of the problem
     """
     for build in sorted((build for build in builds if build.variant == SPLIT_KV), key=order_key):
-        plan = planner.plan_of_build(problem, build, num_sms)
-        if preferred_when(build, builds).evaluate(names_of(problem, plan, num_sms)):
-            return plan
+        if preferred_when(build, builds).evaluate(names_of(rules_of(problem, build), num_sms)):
+            return planner.plan_of_build(problem, build, num_sms)
     return None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 
 from cutlass_py_attn.bundle.dispatch import ALWAYS, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import names_of
+from cutlass_py_attn.bundle.rules import rules_of
 from cutlass_py_attn.kernels.problem_kind import ProblemKind
 from cutlass_py_attn.kernels.sm90_family import backward_choice
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
@@ -16,10 +18,10 @@ from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows, sm90_tiles
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, STANDARD
-from cutlass_py_attn.plan import planner, resources
+from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.builder import build_for
-from cutlass_py_attn.plan.preconditions import conditions
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
@@ -45,14 +47,21 @@ def kernels(problem: Problem) -> list[Build]:
     ]  # fmt: skip
 
 
+@functools.cache
+def preferences(builds: tuple[Build, ...]) -> dict[Build, Expr]:
+    """The rule of each kernel of a library with these."""
+    return {build: preferred_when(build, builds) for build in builds}
+
+
 def chosen(problem: Problem, builds: list[Build], num_sms: int) -> Build | None:
     """The kernel that a library with these chooses: the first of those that it prefers."""
     ordered = sorted(builds, key=order_key)
-    rules = {build: preferred_when(build, ordered) for build in ordered}
+    rules = preferences(tuple(ordered))
     preferred = [build for build in ordered if rules[build] != ALWAYS]
     for build in (*preferred, *(build for build in ordered if build not in preferred)):
-        names = names_of(problem, planner.plan_of_build(problem, build, num_sms), num_sms)
-        is_taken = all(rule.evaluate(names) for rule, _ in conditions(problem, build))
+        of_build = rules_of(problem, build)
+        names = names_of(of_build, num_sms)
+        is_taken = all(rule.evaluate(names) for rule, _ in of_build.conditions)
         if is_taken and rules[build].evaluate(names):
             return build
     return None

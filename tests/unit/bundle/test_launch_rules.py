@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.bundle.numbers import inputs
-from cutlass_py_attn.bundle.rules import tensor_map_box
+from cutlass_py_attn.bundle.rules import rules_of, tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.kernels.decode import kernel as decode
@@ -110,7 +110,7 @@ def by_rule(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> dict
 
 def allowed(exported: Problem, plan: Plan, other: Problem, num_sms: int) -> list[str]:
     """The conditions of the exported problem's bundle that the other problem breaks."""
-    names = names_of(other, plan, num_sms)
+    names = names_of(rules_of(other, plan.build), num_sms)
     required = *conditions(exported, plan.build), *limits(exported, plan.build)
     return [says for rule, says in required if not rule.evaluate(names)]
 

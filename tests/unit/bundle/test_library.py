@@ -19,7 +19,7 @@ from cutlass_py_attn.bundle.dispatch import ALWAYS, facts_of, order_key, preferr
 from cutlass_py_attn.bundle.files import MANIFEST, Bundle
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of, sealed
 from cutlass_py_attn.bundle.names import name_refusals
-from cutlass_py_attn.bundle.rules import AnyProblem
+from cutlass_py_attn.bundle.rules import AnyProblem, rules_of
 from cutlass_py_attn.cli import artifacts
 from cutlass_py_attn.cli.group import group
 from cutlass_py_attn.errors import NotSupported, Stale
@@ -526,7 +526,7 @@ def test_variants_are_preferred_where_the_planner_prefers_them(case: str, direct
                 tokens = None if shape.tokens is None else (length * batch, length * batch - 7 * (batch > 1))
                 lengths = Shape(batch, length, length, 4, 128, 128, 2, tokens)
                 problem = Problem.dense(direction, lengths, "bfloat16", exported_problem.mask)
-                names = names_of(problem, planner.plan_of_build(problem, build, num_sms), num_sms)
+                names = names_of(rules_of(problem, build), num_sms)
                 rule = preferred_when(build).evaluate(names)
                 assert bool(rule) == sm90_choice.applies(problem, tile, num_sms), (tile.variant, length, batch)
                 checked.add((tile.variant, bool(rule)))
