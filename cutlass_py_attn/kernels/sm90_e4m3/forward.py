@@ -4,7 +4,7 @@ The kernel is the forward of 16-bit operands (forward.py) with the differences b
 batch and a key head or of more, which is what a code of 1 is worth.
 
     scores    the scales of query and key are in the scale of the exponent
-    weights   in the range of e4m3 (e4m3_softmax.py), rounded in registers
+    weights   in the range of e4m3 (softmax.py), rounded in registers
     values    two warps store each value tile transposed (value_transpose.py), because wgmma reads 8-bit operands
               K-major only; consumers read the transposed tile
     output    the sum over a key tile has an accumulator of its own and is added in float32, together with the

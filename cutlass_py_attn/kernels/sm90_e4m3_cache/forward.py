@@ -3,7 +3,7 @@
 The kernel is the forward of 16-bit operands (forward.py) with the differences below.
 
     loads     the first warpgroup loads the codes of key and value tiles, converts them to the dtype of query and stores
-              them as wgmma reads them (e4m3_cache_tiles.py); one of its warps also loads query tiles by TMA
+              them as wgmma reads them (e4m3_tiles.py); one of its warps also loads query tiles by TMA
     scores    the scale of a key head is in the scale of the exponent; with score terms, or scales of rows, scores are
               multiplied before anything else
     output    the scale of a value head joins the normalised output

@@ -1,7 +1,7 @@
 """sm90 backward of wide heads, head dims 257 to 512: blocks of dQ, of dK and of dV, each of 64 rows of its gradient.
 
 dK and dV of 64 keys would take all registers of an SM, so one block cannot compute both. Each block computes one
-gradient (wide_gradient.py), and the scores for it again: 8 products in place of 5, no sum in memory, and the same bits
+gradient (gradient.py), and the scores for it again: 8 products in place of 5, no sum in memory, and the same bits
 in every run. The two blocks of a cluster have neighbouring tiles of a head and visit the same tiles: those of both.
 The grid has, for each key head, a cluster for each pair of key tiles for dK, the same for dV, and a cluster for each
 pair of query tiles of each of its query heads for dQ; under a mask the longest come first.

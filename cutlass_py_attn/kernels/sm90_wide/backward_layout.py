@@ -7,7 +7,7 @@ One kernel computes dQ, dK and dV in blocks of their own, each of 64 rows of its
     grad_key      K, V        S^T = K Q^T,   dP^T = V dO^T        Q, dO, then Q        dK += dS^T Q
     grad_value    K           S^T = K Q^T                         Q, then dO           dV += P^T dO
 
-What is streamed passes through a ring of chunks, as in the forward (sm90_wide.py), here in tiles of 64 keys (dQ) or
+What is streamed passes through a ring of chunks, as in the forward (layout.py), here in tiles of 64 keys (dQ) or
 64 queries (dK, dV). The scores of a streamed tile are computed by one warpgroup, alternately, from all chunks of the
 operands of its products; a chunk of the result's operand is read by the warpgroup with its columns of the result.
 """

@@ -1,6 +1,6 @@
 """One gradient of the sm90 backward of wide heads, 64 rows of dQ, dK or dV: what a block of it loads and computes.
 
-The operands of wide_backward_layout.py. Each of two warpgroups has half of the gradient's columns. They compute the
+The operands of backward_layout.py. Each of two warpgroups has half of the gradient's columns. They compute the
 scores of alternate streamed tiles, P or dS, and hand these to each other through shared memory. While one computes
 exponentials, the other multiplies.
 
