@@ -18,24 +18,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.kernels.catalogue import KERNELS
-from cutlass_py_attn.kernels.decode.kernel import MAX_HEAD_DIM as DECODE_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
-from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
-from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
-from cutlass_py_attn.launch.variants import (
-    E4M3_CACHE,
-    MLA,
-    MLA_HEAD_DIMS,
-    PERSISTENT,
-    SPLIT_KV,
-    STANDARD,
-    TWO_CTA,
-    WIDE,
-)
+from cutlass_py_attn.kernels.families import FAMILIES
+from cutlass_py_attn.kernels.sm90_family import slow_roads
+from cutlass_py_attn.launch.variants import MLA
 from cutlass_py_attn.problem.masks import Form
-from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import E4M3_BYTES, ITEM_BYTES, OPERAND_BYTES, ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
@@ -45,12 +34,7 @@ if TYPE_CHECKING:
 LEAST_FACTOR: Final = 3.0  # of the estimated time without the change and with it, from which on a plan is slow
 LAUNCH: Final = 7.0  # microseconds of a call, whatever it computes
 BYTES_PER_US: Final = 4.0e6  # that decode kernels read from device memory
-HOPPER: Final = ("sm_90", "sm_90a")  # targets of GPUs that the sm90 family runs on; sm_90 is for its other kernels
-DENSE_MAX_ROWS, PAGED_MAX_ROWS = 64, 128  # queries of a group of heads that a decode kernel takes, by layout
-LEAST_KEYS: Final = 256  # of a dense call that a decode kernel takes
-LEAST_COPY: Final = 4  # bytes of a row that a decode kernel copies at once
 DECODE_ROWS: Final = 16  # of a tile of the decode kernels
-LEAST_PAGE: Final = 16  # rows of a page that the sm90 family takes
 MLA_ROWS: Final = 64  # of a tile
 # TFLOP/s by class and direction, up to so many columns of the wider head dim.
 _Rates = tuple[tuple[float, float], ...]
@@ -164,8 +148,11 @@ def estimated_time(plan: Plan) -> float:
     if build.family == "decode":
         rates = TF32 if build.dtype == "float32" else DECODE
         return work.time(rates, build.tile_m, key_bytes, packs_heads=True)
-    time = work.time(_rates(build.dtype, build.family == "sm90"), build.tile_m, key_bytes, share=share) - LAUNCH
-    if build.variant == E4M3_CACHE or (build.has(registry.KV8) and build.family == "sm80"):
+    time = (
+        work.time(_rates(build.dtype, FAMILIES[build.family].needs_wgmma), build.tile_m, key_bytes, share=share)
+        - LAUNCH
+    )
+    if build.has(registry.KV8):
         time /= CODES_FACTOR
     if _has_narrow_bias(build):
         time /= NARROW_BIAS_FACTOR
@@ -249,14 +236,15 @@ def _changes(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
     if has_narrow_bias:
         text = "rows of the bias aligned to 4 bytes: pad its keys to an even number in memory"
         yield text, _usual_time(plan, work, is_aligned=not has_short_rows, has_narrow_bias=False)
-    yield from _latent(plan, work)
+    if text := slow_roads.latent_cache(build, dict(plan.params)):
+        yield text, work.time(LATENT, MLA_ROWS, OPERAND_BYTES[build.dtype], packs_heads=True)
     if step is not None:
         yield from _heads_as_queries(plan, work)
         yield from step.changes()
-        yield from _in_parts(plan, work)
-    missing = _not_in_wgmma(build)
-    if build.family == "sm80" and len(missing) == 1 and build.arch in HOPPER and not has_short_rows:
-        text = f"no {missing[0]}, which no sm90 kernel of these head dims takes"
+        if text := slow_roads.in_parts(build):
+            yield text, work.time(WGMMA, min(build.tile_m, 64), OPERAND_BYTES[build.dtype])
+    text, missing = slow_roads.one_feature_less(build)
+    if text and not has_short_rows:
         yield text, _usual_time(plan, work, is_aligned=True, has_narrow_bias=False, without=missing)
     if build.dtype == "float32":
         text = "bfloat16 or float16, if 16 bits suffice: a product of float32 is three of TF32"
@@ -286,81 +274,16 @@ def _usual_time(
     build = plan.build
     dtype = dtype or build.dtype
     wgmma = dtype in ITEM_BYTES and dtype != "float32" and is_aligned and not has_narrow_bias
-    wgmma = wgmma and _takes_wgmma(plan, without)
+    wgmma = wgmma and slow_roads.takes(build, dict(plan.params), without)
     tile = min(build.tile_m, 128) if not rows else min(build.tile_m, 64)
     heads = work.num_heads // work.group if rows else work.num_heads
     tiles = work.batch * heads * ceil_div(rows or math.ceil(work.num_queries), tile)
     if work.direction == "backward":
         tiles = work.batch * work.num_heads // work.group * ceil_div(work.num_keys, max(build.tile_n, 64))
-    share = 1.0 if wgmma and _divides_tiles(build) else min(1.0, tiles / plan.architecture.num_sms)
+    share = 1.0 if wgmma and slow_roads.divides_tiles(build) else min(1.0, tiles / plan.architecture.num_sms)
     item = OPERAND_BYTES[dtype]
     time = work.time(_rates(dtype, wgmma), tile, item, packs_heads=bool(rows), share=max(share, 1e-3))
     return LAUNCH + (time - LAUNCH) / (NARROW_BIAS_FACTOR if has_narrow_bias else 1)
-
-
-def _divides_tiles(build: Build) -> bool:
-    """Returns whether several blocks of the sm90 family share one tile of these kernels, if there are few tiles."""
-    widest = max(build.head_dim, build.head_dim_value)
-    if build.kind == "forward":
-        splits = KERNELS["forward", "sm90", SPLIT_KV].features
-        return widest <= SM90_MAX_HEAD_DIM and not build.form.has_left and {*build.features} <= {*splits}
-    is_plain = build.form.sees_all and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
-    return is_plain and widest <= NARROW_HEAD_DIM
-
-
-def _wgmma_variant(build: Build) -> str:
-    """Returns the variant of the sm90 family for these head dims."""
-    widest = max(build.head_dim, build.head_dim_value)
-    narrow = SM90_MAX_HEAD_DIM if build.kind == "forward" else NARROW_HEAD_DIM
-    return WIDE if widest > SM90_MAX_HEAD_DIM else TWO_CTA if widest > narrow else STANDARD
-
-
-def _not_in_wgmma(build: Build) -> list[str]:
-    return KERNELS[build.kind, "sm90", _wgmma_variant(build)].lacks(build.features)
-
-
-def _takes_wgmma(plan: Plan, without: Collection[str] = ()) -> bool:
-    """Returns whether the sm90 family has these features and head dims, on the GPUs of the target."""
-    build, variant = plan.build, _wgmma_variant(plan.build)
-    if build.arch not in HOPPER or max(build.head_dim, build.head_dim_value) > WIDE_MAX_HEAD_DIM:
-        return False
-    pages = dict(plan.params).get("page_size", LEAST_PAGE)
-    is_whole = build.kind == "forward" or {*OPERANDS} <= {*build.gradients}
-    is_repeatable = build.deterministic and variant == TWO_CTA
-    has_features = {*_not_in_wgmma(build)} <= {*without}
-    return has_features and pages >= LEAST_PAGE and is_whole and not is_repeatable
-
-
-def _latent(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
-    """Yields the change to a latent cache that variant mla reads, for keys of its head dims."""
-    build = plan.build
-    features = KERNELS["forward", "sm90", MLA].features
-    is_latent = (work.head_dim, work.head_dim_value) == MLA_HEAD_DIMS and build.kind == "forward"
-    if not is_latent or build.variant == MLA or build.arch not in HOPPER or build.dtype == "float32":
-        return
-    missing = [name for name in build.features if name not in (*features, "seqused")]
-    if len(missing) > 1:
-        return
-    pages = dict(plan.params).get("page_size", LEAST_PAGE)
-    small = f" in pages of at least {LEAST_PAGE} rows" if pages < LEAST_PAGE else ""
-    text = (
-        f"a latent cache{small} whose value is the first {MLA_HEAD_DIMS[1]} columns of key, rows aligned to "
-        f"{ROW_ALIGNMENT_BYTES} bytes{f' and no {missing[0]}' if missing else ''}: pass it to mla_attention_forward"
-    )
-    yield text, work.time(LATENT, MLA_ROWS, OPERAND_BYTES[build.dtype], packs_heads=True)
-
-
-def _in_parts(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
-    """Yields the one change with which blocks of the sm90 family share the keys of few query tiles."""
-    build = plan.build
-    if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.form.has_left:
-        return
-    missing = KERNELS["forward", "sm90", SPLIT_KV].lacks(build.features)
-    changes = [f"no {name}" for name in missing]
-    changes += [f"head dims up to {SM90_MAX_HEAD_DIM}"] if build.variant == WIDE else []
-    if len(changes) == 1:
-        text = f"{changes[0]}: blocks then share the keys of these few query tiles"
-        yield text, work.time(WGMMA, min(build.tile_m, 64), OPERAND_BYTES[build.dtype])
 
 
 def _heads_as_queries(plan: Plan, work: _Work) -> Iterator[tuple[str, float]]:
@@ -395,9 +318,9 @@ class _Step:
     def changes(self) -> Iterator[tuple[str, float]]:
         """Yields the one change with which a decode kernel computes the step; to pages, if it needs no other."""
         build = self._build
-        if build.family == "decode" or build.variant == MLA or build.vector_bytes < LEAST_COPY:
+        if build.family == "decode" or build.variant == MLA or build.vector_bytes < decode.LEAST_COPY:
             return
-        if len(self.objections) == 1 and self._work.group * self._sizes["num_queries"] <= PAGED_MAX_ROWS:
+        if len(self.objections) == 1 and self._work.group * self._sizes["num_queries"] <= decode.PERSISTENT_MAX_ROWS:
             yield self.objections[0], self.time
         if "page_size" not in self._sizes and not [*self._objections(has_pages=True)]:
             yield "keys in pages, of which a decode kernel computes up to 128 queries of a group of heads", self.time
@@ -405,14 +328,14 @@ class _Step:
     def _objections(self, *, has_pages: bool) -> Iterator[str]:
         build, queries = self._build, self._sizes["num_queries"]
         rows = queries * self._work.group
-        missing = KERNELS["forward", "decode", PERSISTENT if has_pages else STANDARD].lacks(build.features)
+        missing = (decode.PERSISTENT_FORWARD if has_pages else decode.FORWARD).lacks(build.features)
         yield from (f"no {name}, which no decode kernel takes" for name in missing)
-        most = PAGED_MAX_ROWS if has_pages else DENSE_MAX_ROWS
+        most = decode.PERSISTENT_MAX_ROWS if has_pages else decode.MAX_ROWS
         if rows > most or (queries > MAX_QUERIES and not has_pages):
             yield f"at most {most} queries of a group of heads in a call, which a decode kernel takes"
-        if self._sizes["num_keys"] < LEAST_KEYS and not has_pages:
-            yield f"at least {LEAST_KEYS} keys"
+        if self._sizes["num_keys"] < decode.MIN_KEYS and not has_pages:
+            yield f"at least {decode.MIN_KEYS} keys"
         if build.dtype not in ITEM_BYTES:
             yield "a query of 16 bits"
-        elif self._work.widest > (widest := DECODE_MAX_HEAD_DIM[ITEM_BYTES[build.dtype]]):
+        elif self._work.widest > (widest := decode.MAX_HEAD_DIM[ITEM_BYTES[build.dtype]]):
             yield f"head dims up to {widest}, which a decode kernel takes"
