@@ -13,6 +13,7 @@ from cutlass_py_attn import refusals
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Buffer, Build, Warps
 from cutlass_py_attn.launch.expressions import ONE, Expr, Grid
+from cutlass_py_attn.launch.gemm_spec import MMA_COLUMNS, MMA_ROWS
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms import registry
@@ -123,6 +124,18 @@ def no_splits(build: Build) -> Expr:
 def block_registers(build: Build, limits: Architecture) -> int:
     """Returns the registers that a thread may use, if all threads of a block have equally many."""
     return limits.register_limit(build.threads)
+
+
+def warp_grid(warps: int, m: int, n: int, item_bytes: int) -> Warps:
+    """Returns the (rows, columns) of warps over an (m, n) product that read the least shared memory.
+
+    A warp reads m / rows + n / columns operand vectors, so the block reads columns * m + rows * n of them. (0, 0) if no
+    grid divides the product.
+    """
+    at_once = MMA_COLUMNS[item_bytes]
+    grids = [(rows, warps // rows) for rows in range(1, warps + 1) if warps % rows == 0]
+    fitting = [grid for grid in grids if m % (grid[0] * MMA_ROWS) == 0 and n % (grid[1] * at_once) == 0]
+    return min(fitting, key=lambda grid: grid[1] * m + grid[0] * n, default=(0, 0))
 
 
 def refuse(build: Build, field: str, rule: str, remedy: str) -> Refusal:

@@ -9,31 +9,22 @@ from typing import Any
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
-from cutlass_py_attn.kernels.component_gemms.kernel import spec_of
+from cutlass_py_attn.kernels.component_gemms.kernel import KERNELS, NARROW_HEAD_DIM, ComponentGemmKernel, spec_of
 from cutlass_py_attn.kernels.component_gemms.products import BY_NAME
-from cutlass_py_attn.kernels.sm80.kernel import warp_grid
+from cutlass_py_attn.kernels.families import FAMILIES as FUSED_FAMILIES
 from cutlass_py_attn.launch.arch import Architecture, architecture
-from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Buffer, Build, Warps
-from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, GemmSpec
+from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Buffer, Build
+from cutlass_py_attn.launch.gemm_spec import GemmSpec
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, TILE_ALIGNMENT, swizzle_bytes, tile_bytes
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap, Workspace
 from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 
-FAMILIES = {"sm80": ("float16", "bfloat16", "float32"), "sm90": ("float16", "bfloat16")}
+FAMILIES = {kernel.family: kernel.dtypes for kernel in KERNELS}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_HEAD_DIM = 256
-MAX_ACCUMULATORS = {"sm80": 128, "sm90": 200}  # registers per thread; wgmma keeps no operands in registers
-
-# Widest first: one warpgroup for a narrow C, two for a wide C. The last tiles are for 99 KiB and for float32.
-_TILES = {
-    "sm80": (TileConfig(128, 128, 8), TileConfig(64, 64, 4), TileConfig(64, 32, 4), TileConfig(32, 32, 4)),
-    "sm90": (TileConfig(128, 128, 8),),
-}
-_NARROW = {"sm90": (TileConfig(64, 64, 4),)}
-NARROW_HEAD_DIM = 64
+_KERNELS = {kernel.family: kernel for kernel in KERNELS}
 
 
 def plan_component_gemm(
@@ -42,7 +33,7 @@ def plan_component_gemm(
     """Returns the plan of component GEMM `name` on `tiles` tiles.
 
     name: one of COMPONENT_GEMMS
-    family: "sm80" or "sm90"
+    family: one of FAMILIES
     dtype, head_dim: of the operands; both head dims are `head_dim`
     arch: target, such as "sm_90a"
     tiles: tiles that the kernel multiplies, one per block
@@ -54,13 +45,14 @@ def plan_component_gemm(
     reasons = [*_objections(name, family, dtype, head_dim, limits), *_tiles_objections(tiles)]
     if reasons:
         raise NotSupported(reasons)
-    chosen = _NARROW.get(family, ()) if head_dim <= NARROW_HEAD_DIM else ()
+    kernel = _KERNELS[family]
+    narrow = kernel.narrow_tiles if head_dim <= NARROW_HEAD_DIM else ()
     misfits: list[str] = []
-    for candidate in (tile,) if tile else (*chosen, *_TILES[family]):
-        build = _build(name, family, dtype, head_dim, arch, candidate)
-        misfits = _misfits(build, limits)
+    for candidate in (tile,) if tile else (*narrow, *kernel.tiles):
+        build = _build(name, kernel, dtype, head_dim, arch, candidate)
+        misfits = _misfits(build, kernel, limits)
         if not misfits:
-            return _plan(build, tiles)
+            return _plan(build, kernel, tiles)
     raise NotSupported(f"{name}: no tile fits {arch}: {'; '.join(misfits)}; use a smaller tile or head_dim")
 
 
@@ -84,7 +76,7 @@ def _objections(name: str, family: str, dtype: str, head_dim: int, limits: Archi
         yield f"family = {family!r}: must be one of {', '.join(FAMILIES)}"
     elif dtype not in FAMILIES[family]:
         yield f"dtype = {dtype!r}: the {family} family has {', '.join(FAMILIES[family])}; use one of them"
-    if family == "sm90" and not limits.has_wgmma:
+    if family in FAMILIES and FUSED_FAMILIES[family].needs_wgmma and not limits.has_wgmma:
         yield f"arch = {limits.name}: has no wgmma; use sm_90a, or family sm80"
     if head_dim < COLUMN_MULTIPLE or head_dim > MAX_HEAD_DIM or head_dim % COLUMN_MULTIPLE:
         yield (
@@ -98,12 +90,12 @@ def _tiles_objections(tiles: int) -> Iterator[str]:
         yield f"tiles = {tiles}: must be from 0 to {MAX_LENGTH // MAX_HEAD_DIM}; call several times"
 
 
-def _build(name: str, family: str, dtype: str, head_dim: int, arch: str, tile: TileConfig) -> Build:
+def _build(name: str, kernel: ComponentGemmKernel, dtype: str, head_dim: int, arch: str, tile: TileConfig) -> Build:
     none = (0, 0)
     build = Build(
         kind="component_gemm",
-        family=family,
-        variant=STANDARD,
+        family=kernel.family,
+        variant=kernel.variant,
         arch=arch,
         dtype=dtype,
         head_dim=head_dim,
@@ -125,27 +117,21 @@ def _build(name: str, family: str, dtype: str, head_dim: int, arch: str, tile: T
         shared_memory=(),
     )
     spec = spec_of(build)
-    warps: dict[str, Any] = {BY_NAME[name].warps: _warps(build, spec)}
-    return replace(build, **warps, shared_memory=_shared_memory(build, spec))
+    warps: dict[str, Any] = {BY_NAME[name].warps: kernel.warps_of(build, spec)}
+    return replace(build, **warps, shared_memory=_shared_memory(build, spec, has_barrier=kernel.has_barrier))
 
 
-def _warps(build: Build, spec: GemmSpec) -> Warps:
-    if build.family == "sm90":
-        return build.warps, 1  # warpgroups divide the rows
-    return warp_grid(build.warps, spec.m, spec.n, build.item_bytes)
-
-
-def _shared_memory(build: Build, spec: GemmSpec) -> tuple[Buffer, ...]:
-    """Places tiles a and b, and for TMA the barrier that counts their bytes."""
+def _shared_memory(build: Build, spec: GemmSpec, *, has_barrier: bool) -> tuple[Buffer, ...]:
+    """Places tiles a and b, and the barrier that counts their bytes."""
     a, b = tile_bytes(build.dtype, *spec.a_shape), tile_bytes(build.dtype, *spec.b_shape)
     b_offset = round_up(a, TILE_ALIGNMENT)
     tiles = (Buffer("a", 0, a, 0, 1), Buffer("b", b_offset, b, 0, 1))
-    if build.family != "sm90":
+    if not has_barrier:
         return tiles
     return (*tiles, Buffer("barrier", round_up(b_offset + b, BARRIER_BYTES), BARRIER_BYTES, 0, 0))
 
 
-def _misfits(build: Build, limits: Architecture) -> list[str]:
+def _misfits(build: Build, kernel: ComponentGemmKernel, limits: Architecture) -> list[str]:
     warps = getattr(build, BY_NAME[build.component_gemm].warps)
     if warps[0] * warps[1] != build.warps:
         return [
@@ -153,16 +139,11 @@ def _misfits(build: Build, limits: Architecture) -> list[str]:
             "use another tile"
         ]
     spec = spec_of(build)
-    found = spec.objections()
-    if build.family == "sm90" and spec.accumulate and spec.m > build.warps * MMA_ROWS:
-        # ptxas would wait between two wgmma to set the zeros of the second 64 rows.
-        found.append(
-            f"{build.component_gemm}: m = {spec.m}: an accumulating component GEMM has 64 rows a warpgroup; use them"
-        )
-    if spec.accumulator_registers > MAX_ACCUMULATORS[build.family]:
+    found = [*spec.objections(), *kernel.misfits(build, spec)]
+    if spec.accumulator_registers > kernel.accumulator_limit:
         found.append(
             f"accumulator = {spec.accumulator_registers} registers a thread: "
-            f"{MAX_ACCUMULATORS[build.family]} are allowed; use a smaller tile or more warps"
+            f"{kernel.accumulator_limit} are allowed; use a smaller tile or more warps"
         )
     if build.shared_memory_bytes > limits.shared_memory_per_block:
         found.append(
@@ -172,11 +153,9 @@ def _misfits(build: Build, limits: Architecture) -> list[str]:
     return found
 
 
-def _plan(build: Build, tiles: int) -> Plan:
+def _plan(build: Build, kernel: ComponentGemmKernel, tiles: int) -> Plan:
     spec = spec_of(build)
-    maps: tuple[TensorMap, ...] = ()
-    if build.family == "sm90":
-        maps = (_tensor_map("a", spec.a_shape, tiles), _tensor_map("b", spec.b_shape, tiles))
+    maps = tuple(_tensor_map(field, shape, tiles) for field, shape in kernel.tensor_maps(build).items())
     launch = Launch(f"{build.symbol}_0", (tiles, 1, 1), (build.threads, 1, 1), build.shared_memory_bytes, maps)
     reason = (
         f"{spec.equation} alone: {spec.m} x {spec.n} over {spec.k}, {build.warps} warps, "

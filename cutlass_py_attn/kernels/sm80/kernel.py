@@ -16,11 +16,12 @@ from cutlass_py_attn.kernels.kernel import (
     no_splits,
     no_tensor_maps,
     refuse,
+    warp_grid,
 )
 from cutlass_py_attn.kernels.sm80 import layout
 from cutlass_py_attn.launch.build import Build, Warps
 from cutlass_py_attn.launch.expressions import Expr, Grid, ceil_div, maximum, minimum
-from cutlass_py_attn.launch.gemm_spec import MMA_COLUMNS, MMA_ROWS
+from cutlass_py_attn.launch.gemm_spec import MMA_ROWS
 from cutlass_py_attn.launch.names import BATCH, NUM_HEADS, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, NUM_SPLITS_KEY
 from cutlass_py_attn.launch.smem import rows_copied_at_once
 from cutlass_py_attn.launch.variants import STANDARD
@@ -35,18 +36,6 @@ LEAST_COPY_OF_CODES: Final = 4  # bytes: the least that cp.async copies
 TILE_M: Final = (32, 64, 128)
 TILE_N: Final = (32, 64, 96, 128)
 WARPS: Final = (4, 8)
-
-
-def warp_grid(warps: int, m: int, n: int, item_bytes: int) -> Warps:
-    """Returns the (rows, columns) of warps over an (m, n) product that read the least shared memory.
-
-    A warp reads m / rows + n / columns operand vectors, so the block reads columns * m + rows * n of them. (0, 0) if no
-    grid divides the product.
-    """
-    at_once = MMA_COLUMNS[item_bytes]
-    grids = [(rows, warps // rows) for rows in range(1, warps + 1) if warps % rows == 0]
-    fitting = [grid for grid in grids if m % (grid[0] * MMA_ROWS) == 0 and n % (grid[1] * at_once) == 0]
-    return min(fitting, key=lambda grid: grid[1] * m + grid[0] * n, default=(0, 0))
 
 
 def warps_of(build: Build, m: int, n: int) -> Warps:
