@@ -1,10 +1,9 @@
 """Dispatch: which kernel of several computes a call: what its machine code fixes, and the order in which to try it.
 
 A kernel takes a call if the call has its facts, its conditions hold, and the device runs it. The first such kernel is
-chosen: decode before sm90 before sm80, wide loads before narrow ones, the newest target first. A kernel that is for
+chosen: in the order of the families, wide loads before narrow ones, the newest target first. A kernel that is for
 calls of some sizes alone is tried for these before the others of its family, and for other calls after them
-(`preferred_when`): decode kernels for their number of query rows, sm90 kernels for long sequences, few key tiles, few
-work tiles, or few query tiles of many keys.
+(`preferred_when`): decode kernels for their number of query rows, others as their family says.
 """
 
 from __future__ import annotations
@@ -19,16 +18,11 @@ from cutlass_py_attn.bundle.rules import AnyProblem
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.decode.tiles import decode_tiles
 from cutlass_py_attn.kernels.families import FAMILIES
-from cutlass_py_attn.kernels.problem_kind import ProblemKind
-from cutlass_py_attn.kernels.sm90_family import backward_choice, tile_time
-from cutlass_py_attn.kernels.sm90_family.row import NEVER
-from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows
 from cutlass_py_attn.launch.arch import architecture
-from cutlass_py_attn.launch.build import ROW_KINDS, Build
-from cutlass_py_attn.launch.expressions import ONE, Expr
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import ONE, Expr, Number
 from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_QUERIES
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import SPLIT_KV
 from cutlass_py_attn.plan import resources
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.plan.launch_rules import MAX_GRID_YZ
@@ -107,19 +101,8 @@ def order_key(build: Build) -> tuple[int | bool, ...]:
         limits.is_portable,
         -major,
         -minor,
-        *_tile_order(build),
+        *FAMILIES[build.family].order(build),
     )
-
-
-def _tile_order(build: Build) -> tuple[int | bool, ...]:
-    """Sort key of kernels with tiles that several rules may prefer; sm90 kernels are in the planner's order.
-
-    Variant split_kv is before multicast, which leaves SMs idle where both are preferred.
-    """
-    if build.family != "sm90":
-        return build.tile_m, build.tile_n
-    kind = ProblemKind.of(build)
-    return build.variant != SPLIT_KV, sm90_rows(kind).index(nearest_row(kind, TileConfig.of(build)))
 
 
 def preferred_when(build: Build, others: Sequence[Build] = ()) -> Expr:
@@ -127,12 +110,8 @@ def preferred_when(build: Build, others: Sequence[Build] = ()) -> Expr:
 
     others: the other kernels with the same facts
     """
-    if build.family == "sm90":
-        return _of_row(build, others)
-    if build.kind in ROW_KINDS:
-        return ALWAYS
     if build.family != "decode":
-        return ALWAYS
+        return FAMILIES[build.family].preferred_when(build, others)
     kind, tile = _Kind.of(build), str(TileConfig.of(build))
     few, many = (
         tuple(rows for rows in range(1, kind.most_rows + 1) if _first_tile(kind, rows, batch) == tile)
@@ -152,21 +131,9 @@ def preferred_when(build: Build, others: Sequence[Build] = ()) -> Expr:
 def _between(rows: Sequence[int], most: int) -> Expr:
     """Returns the rule that is 1 for these numbers of query rows of a key head, which follow each other."""
     if not rows:
-        return NEVER
+        return Number(0)
     of_head = NUM_QUERIES * GROUP
     return ALWAYS if len(rows) == most else (of_head >= rows[0]) * (of_head <= rows[-1])
-
-
-def _of_row(build: Build, others: Sequence[Build]) -> Expr:
-    """Returns the rule of the row of an sm90 kernel: ALWAYS for the first that is for calls of any sizes."""
-    kind = ProblemKind.of(build)
-    table = sm90_rows(kind)
-    if build.variant == SPLIT_KV:
-        return tile_time.preferred_in_parts(table, build, others)
-    row = nearest_row(kind, TileConfig.of(build))
-    when = backward_choice.in_sizes(kind, row.when_for(kind))
-    moved = tile_time.is_first(kind, table, row)
-    return when if moved == NEVER else moved
 
 
 @dataclass(frozen=True, slots=True)

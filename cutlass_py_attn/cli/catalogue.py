@@ -11,13 +11,11 @@ from typing import Final
 
 from cutlass_py_attn.cli.selection import SIZES, builds_among, component_gemms
 from cutlass_py_attn.kernels.catalogue import kernel_of
-from cutlass_py_attn.kernels.decode.kernel import MIN_KEYS
-from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
-from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import ROW_KINDS, Build
-from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, QUERY_HEADS, STANDARD, SUM, SUM_LAST, TOTAL
+from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, LAST, STANDARD, SUM, SUM_LAST, TOTAL
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.merge import plan_merge
@@ -37,11 +35,11 @@ FEATURE_HEAD_DIMS: Final = ("d64", "d128")
 WINDOW: Final = "causal_window64"
 COMMON_MASKS: Final = ("full", "causal", WINDOW)  # one for each form of a mask in kernels
 FEATURES: Final = ("bias", "biasgrad", "biassum", "dropout0.5", "softcap30", "alibi", "sinks", "deterministic")
-# Sizes decide no machine code, except that the sm90 family has kernels for short and for long sequences, and for few.
+# Sizes decide no machine code, except that kernels with wgmma are for short and for long sequences, and for few.
 _LENGTH: Final = LONG_LENGTH
-_SM90_SIZES: Final = (*SIZES, (MULTICAST_LENGTH, 512))  # (length, heads)
+_WGMMA_SIZES: Final = (*SIZES, (MULTICAST_LENGTH, 512))  # (length, heads)
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
-_GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles, for which sm90 backwards have two kernels
+_GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles: two backwards with wgmma
 _LENGTHS: Final = {"short": "short sequences", "long": "long sequences", "few_queries": "few queries and many keys"}
 _FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
 _WORDS: Final = {
@@ -62,7 +60,7 @@ _ROWS: Final = {
     ("merge", SUM): "sum of a float32 total and a partial gradient",
     ("merge", SUM_LAST): "sum of a float32 total and the last partial gradient",
 }
-# Forwards of e4m3 operands, of the sm90 family alone.
+# Forwards of e4m3 operands, which wgmma alone multiplies.
 _E4M3: Final = tuple(f"e4m3_{dims}" for dims in ("d64", "d128", "d192", "d192v128", "d256"))
 _OF_BACKWARD: Final = ("biasgrad", "biassum", "deterministic")
 
@@ -96,16 +94,13 @@ def of_plan(plan: Plan) -> Entry:
 def entries(arch: str) -> tuple[Entry, ...]:
     """Returns every kernel of the catalogue on a target, each once: component GEMMs, forwards, backwards.
 
-    On sm_90a these are the kernels of the sm90 family alone: the other families are built for sm_90.
+    On sm_90a these are the kernels with wgmma alone: the others are built for sm_90.
     """
-    is_sm90 = architecture(arch).has_wgmma
     found = {
-        plan.symbol: of_plan(plan)
-        for plan in (*_component_gemms(arch), *_row_kernels(arch))
-        if not is_sm90 or plan.build.family == "sm90"
+        plan.symbol: of_plan(plan) for plan in (*_component_gemms(arch), *_row_kernels(arch)) if _is_shown(plan.build)
     }
     for direction in DIRECTIONS:
-        fused = [entry for specs in _specs(direction, is_sm90) for entry in _fused(specs, direction, arch)]
+        fused = [entry for specs in _specs(direction, arch) for entry in _fused(specs, direction, arch)]
         for entry in (*fused, *filter(None, map(_float16_twin, fused))):
             found.setdefault(entry.symbol, entry)
     return tuple(found.values())
@@ -114,10 +109,13 @@ def entries(arch: str) -> tuple[Entry, ...]:
 def _fused(specs: Iterable[ProblemSpec], direction: str, arch: str) -> Iterator[Entry]:
     """Yields the kernels of problems that differ in sizes alone."""
     given = (spec.problem(direction) for spec in specs)
-    limits = architecture(arch)
     for build, problem in builds_among(given, arch).items():
-        if build.family == "sm90" or not limits.has_wgmma:
+        if _is_shown(build):
             yield Entry(build.symbol, arch, serves(build), functools.partial(_reason, problem, build))
+
+
+def _is_shown(build: Build) -> bool:
+    return FAMILIES[build.family].needs_wgmma or not architecture(build.arch).has_wgmma
 
 
 def _reason(problem: Problem, build: Build) -> str:
@@ -151,16 +149,8 @@ def serves(build: Build) -> str:
         words.append(f"gradients of {' and '.join(build.gradients)}")
     if build.deterministic:
         words.append("deterministic")
-    if build.family == "decode":
-        words.append(f"up to {MAX_QUERIES} queries of {MIN_KEYS} keys or more")
-    has_few_rows = build.family == "sm90" and sm90_choice.has_few_rows(build.kind, build)
-    if build.variant == QUERY_HEADS or (has_few_rows and build.kind == "backward"):
-        words.append("few key tiles")
-    elif has_few_rows:
-        words.append("few query tiles")
-    elif kernel_of(build).lengths != "any":
-        words.append(_LENGTHS[kernel_of(build).lengths])
-    return ", ".join(words)
+    sizes = FAMILIES[build.family].sizes(build) or _LENGTHS.get(kernel_of(build).lengths, "")
+    return ", ".join([*words, *([sizes] if sizes else [])])
 
 
 def _component_gemms(arch: str) -> Iterator[Plan]:
@@ -185,13 +175,14 @@ def _row_kernels(arch: str) -> Iterator[Plan]:
         yield plan_append(latent, arch)
 
 
-def _specs(direction: str, is_sm90: bool) -> Iterator[list[ProblemSpec]]:
+def _specs(direction: str, arch: str) -> Iterator[list[ProblemSpec]]:
     """Yields the problems of the catalogue: masks and lengths, then one feature each, then few queries.
 
     Those of a list differ in sizes alone. Problems in float16 that have a `_float16_twin` are left out.
     """
-    dtypes = ("bf16",) if is_sm90 else ("bf16", "f32")
-    sizes = _SM90_SIZES if is_sm90 else ((_LENGTH, 1),)
+    has_wgmma = architecture(arch).has_wgmma
+    dtypes = ("bf16",) if has_wgmma else ("bf16", "f32")
+    sizes = _WGMMA_SIZES if has_wgmma else ((_LENGTH, 1),)
     masks = (*((dtype, mask) for dtype in dtypes for mask in COMMON_MASKS), ("f16", WINDOW))
     for (dtype, mask), dims in product(masks, HEAD_DIMS):
         yield [parse(f"{dtype}_{dims}_s{length}_b1_h{count}_{mask}") for length, count in sizes]
@@ -202,11 +193,11 @@ def _specs(direction: str, is_sm90: bool) -> Iterator[list[ProblemSpec]]:
         yield [parse(f"{dtype}_{dims}_s{_LENGTH}_{heads}_{mask}") for heads in _GROUPED_HEADS]
         for variable in _VARIABLE_LENGTHS:
             yield [parse(f"{dtype}_{dims}_{variable}_h1_{mask}")]
-    if direction == "forward" and is_sm90:
+    if direction == "forward" and has_wgmma:
         for dims, mask in product(_E4M3, COMMON_MASKS):
             yield [parse(f"{dims}_s{_LENGTH}_b1_h1_{mask}")]
         for rest in ("s{length}_b1_h1_full_f16out", "s{length}_b1_h4k2_causal", "n128,100_h1_causal"):
             yield [parse(f"e4m3_d128_{rest.format(length=_LENGTH)}")]
-    if direction == "forward" and not is_sm90:
+    if direction == "forward" and not has_wgmma:
         for dtype, dims, heads, mask in product(dtypes, HEAD_DIMS, ("h1", "h8k2"), ("full", "causal_br")):
             yield [parse(f"{dtype}_{dims}_q1_s8192_b1_{heads}_{mask}")]

@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cutlass_py_attn.kernels.families import FAMILIES, Family
-from cutlass_py_attn.kernels.problem_kind import ProblemKind
-from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
-from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.problem.problem import Problem
@@ -52,17 +48,8 @@ class Choices:
 
         Of two builds with one symbol the first is what the planner chooses.
         """
-        if not self._takes(self.problem, FAMILIES[family]):
-            return
-        if family != "sm90":
-            yield from self._fits(family, FAMILIES[family].tiles(self.problem, self._limits.num_sms, False))
-            return
-        kind, rows = ProblemKind.of(self.problem), sm90_rows(ProblemKind.of(self.problem))
-        tried = sm90_choice.tried(self.problem, self._limits.num_sms)
-        tiles = [row.tile_for(kind) for row in (*tried, *rows)]
-        if not sm90_choice.split_kv_objection(self.problem):
-            tiles += [sm90_choice.in_parts(kind, row) for row in rows if row.tile.variant == STANDARD]
-        yield from self._fits(family, dict.fromkeys(tiles))
+        if self._takes(self.problem, FAMILIES[family]):
+            yield from self._fits(family, FAMILIES[family].every_tile(self.problem, self._limits.num_sms))
 
     def _takes(self, problem: Problem, family: Family) -> bool:
         is_possible = self._limits.has_wgmma or not family.needs_wgmma

@@ -19,11 +19,12 @@ from cutlass_py_attn.cli.outputs import OutputFile, show_slow_roads, write_text
 from cutlass_py_attn.cli.parameters import Choice
 from cutlass_py_attn.cli.selection import ARCHS, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import default_arch, plans_for, plans_here, sm90_arch
+from cutlass_py_attn.cli.target import default_arch, plans_for, plans_here, wgmma_arch
 from cutlass_py_attn.inspection import listing, sass
 from cutlass_py_attn.inspection.difference import difference, text_difference
 from cutlass_py_attn.inspection.facts import InspectedKernel, Json, facts, inspect_kernel
 from cutlass_py_attn.inspection.page import page
+from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.tensors import DIRECTIONS
@@ -111,7 +112,8 @@ def inspect(
 def _of_symbol(symbol: str, options: _Options, folder: Path | None) -> tuple[Plan, Artifact]:
     """Returns the kernel of that name, from a folder or compiled."""
     usual = default_arch()
-    plan = parse_symbol(symbol, options.arch or (sm90_arch(usual) if "_sm90_" in symbol else None) or usual)
+    needs_wgmma = any(name in symbol.split("_") for name, family in FAMILIES.items() if family.needs_wgmma)
+    plan = parse_symbol(symbol, options.arch or (wgmma_arch(usual) if needs_wgmma else None) or usual)
     return plan, _source(folder)(plan.build)
 
 

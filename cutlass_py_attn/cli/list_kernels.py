@@ -17,7 +17,7 @@ from cutlass_py_attn.cli.outputs import counted, show_slow_roads
 from cutlass_py_attn.cli.parameters import Choice
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, problems
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import best_plans, default_arch, sm90_arch
+from cutlass_py_attn.cli.target import best_plans, default_arch, wgmma_arch
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.suggestions import did_you_mean
 
@@ -44,7 +44,7 @@ def list_kernels(*, patterns: tuple[str, ...], archs: tuple[str, ...], as_json: 
     if name:
         found = [catalogue.of_plan(plan) for plan in plans]
     else:
-        targets = tuple(dict.fromkeys(archs or filter(None, (sm90_arch(default_arch()), default_arch()))))
+        targets = tuple(dict.fromkeys(archs or filter(None, (wgmma_arch(default_arch()), default_arch()))))
         found = [entry for arch in targets for entry in catalogue.entries(arch)]
     shown = [entry for entry in found if all(_matches(entry, pattern) for pattern in patterns if pattern != name)]
     if not (shown or name):

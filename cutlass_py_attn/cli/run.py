@@ -19,9 +19,10 @@ from cutlass_py_attn.cli import artifacts, run_cpu
 from cutlass_py_attn.cli.outputs import show_slow_roads
 from cutlass_py_attn.cli.parameters import Choice, MaskName, masks_of
 from cutlass_py_attn.cli.selection import ARCHS, DTYPES, KINDS, SHOWN_SIZES, Selection, directions_of, names_rows
-from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, sm90_arch
+from cutlass_py_attn.cli.target import DEFAULT_ARCH, Gpu, best_plans, first_gpu, wgmma_arch
 from cutlass_py_attn.compilation.turns import artifact_for
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
+from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.plan.component_gemms import MAX_HEAD_DIM
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.spec import ProblemSpec, parse, parse_mask
@@ -71,7 +72,7 @@ class Options:
                 yield ProblemSpec(dtype, self.head_dim, *sizes, mask=parse_mask(mask)), mask
 
     def plans(self, gpu: Gpu | None) -> Iterator[Plan]:
-        """All plans for one target. Without --arch also the sm90 component GEMMs, if sm_90a runs on that target.
+        """All plans for one target. Without --arch also the component GEMMs with wgmma, if its GPUs have it.
 
         With --problem the best plan of each problem and direction.
         """
@@ -82,11 +83,11 @@ class Options:
             return
         target = self.arch or (gpu.arch if gpu else DEFAULT_ARCH)
         yield from self.selection.plans(target, SHOWN_SIZES)
-        featured = sm90_arch(target)
+        featured = wgmma_arch(target)
         if self.arch is None and featured not in (None, target):
             standalone = Selection(("component-gemm",), self.selection.dtypes, (self.head_dim,), ())
             if self.head_dim <= MAX_HEAD_DIM:
-                yield from (plan for plan in standalone.plans(str(featured)) if plan.build.family == "sm90")
+                yield from (plan for plan in standalone.plans(str(featured)) if FAMILIES[plan.build.family].needs_wgmma)
 
 
 @click.command()

@@ -19,7 +19,7 @@ from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH
 from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture
 from cutlass_py_attn.launch.build import COLUMN_MULTIPLE, Build
 from cutlass_py_attn.plan import planner
-from cutlass_py_attn.plan.component_gemms import FAMILIES, MAX_HEAD_DIM, plan_component_gemm
+from cutlass_py_attn.plan.component_gemms import MAX_HEAD_DIM, families_of, plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import masks, typed_json
 from cutlass_py_attn.problem.problem import Problem
@@ -33,7 +33,7 @@ MASKS = masks.PLAIN
 Sizes = tuple[int, int, int]  # queries, keys, heads
 KINDS = ("component-gemm", "forward", "backward")
 
-# (length, heads) of a few problems. The sm90 family has kernels for short heads and for few: a backward that runs one
+# (length, heads) of a few problems. Kernels with wgmma are for short heads and for few: a backward that runs one
 # block per head, forwards with other tiles, one of them for keys of a single tile, tiles with fewer rows, and parts of
 # few query tiles.
 SIZES = (LONG_LENGTH, 512), (208, 512), (128, 512), (512, 8), (64, 1), (LONG_LENGTH, 1)
@@ -104,9 +104,8 @@ class Selection:
 
 def component_gemms(dtype: str, head_dim: int, arch: str) -> Iterator[Plan]:
     """Yields the five component GEMMs of every family that supports `dtype` on `arch`."""
-    for family, dtypes in FAMILIES.items():
-        if dtype in dtypes and (family != "sm90" or architecture(arch).has_wgmma):
-            yield from (plan_component_gemm(name, family, dtype, head_dim, arch) for name in COMPONENT_GEMMS)
+    for family, name in product(families_of(dtype, arch), COMPONENT_GEMMS):
+        yield plan_component_gemm(name, family, dtype, head_dim, arch)
 
 
 def builds_among(given: Iterable[Problem], arch: str, counts: Sequence[int | None] = (None,)) -> dict[Build, Problem]:

@@ -80,8 +80,8 @@ def _supported_gpu() -> Gpu | None:
         return None
 
 
-def sm90_arch(arch: str) -> str | None:
-    """Returns the target of the sm90 family on the GPUs of `arch`: sm_90a for sm_90, None for most."""
+def wgmma_arch(arch: str) -> str | None:
+    """Returns the target with wgmma of the GPUs of `arch`: sm_90a for sm_90, None for most."""
     if ARCHITECTURES[arch].has_wgmma:
         return arch
     featured = ARCHITECTURES.get(f"{arch}a")

@@ -69,6 +69,16 @@ def all_component_gemms(arch: str) -> list[Plan]:
     ]
 
 
+def families_of(dtype: str, arch: str) -> list[str]:
+    """Returns the families that multiply operands of a dtype on a target."""
+    limits = architecture(arch)
+    return [name for name, dtypes in FAMILIES.items() if dtype in dtypes and _runs_on(name, limits)]
+
+
+def _runs_on(family: str, limits: Architecture) -> bool:
+    return limits.has_wgmma or not FUSED_FAMILIES[family].needs_wgmma
+
+
 def _objections(name: str, family: str, dtype: str, head_dim: int, limits: Architecture) -> Iterator[str]:
     if name not in COMPONENT_GEMMS:
         yield f"component_gemm = {name!r}: must be one of {', '.join(COMPONENT_GEMMS)}"
@@ -76,7 +86,7 @@ def _objections(name: str, family: str, dtype: str, head_dim: int, limits: Archi
         yield f"family = {family!r}: must be one of {', '.join(FAMILIES)}"
     elif dtype not in FAMILIES[family]:
         yield f"dtype = {dtype!r}: the {family} family has {', '.join(FAMILIES[family])}; use one of them"
-    if family in FAMILIES and FUSED_FAMILIES[family].needs_wgmma and not limits.has_wgmma:
+    if family in FAMILIES and not _runs_on(family, limits):
         yield f"arch = {limits.name}: has no wgmma; use sm_90a, or family sm80"
     if head_dim < COLUMN_MULTIPLE or head_dim > MAX_HEAD_DIM or head_dim % COLUMN_MULTIPLE:
         yield (

@@ -16,7 +16,6 @@ from cutlass_py_attn.kernels.catalogue import KERNELS, fused_kernel_of, kernel_o
 from cutlass_py_attn.kernels.common.layout import most_box_rows
 from cutlass_py_attn.kernels.decode.layout import combine_bytes
 from cutlass_py_attn.kernels.families import FAMILIES, Family
-from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import ARCHITECTURES, architecture, targets
 from cutlass_py_attn.launch.build import Build
@@ -79,7 +78,7 @@ def plan_with_tile(
         Where it leaves the options open, they are those with which the planner has the nearest tile of its tables: the
         same tile, else one of its variant with as many queries and keys, else the variant's first for any lengths
     num_sms: multiprocessors of the device; None for the usual part of the target
-    family: "sm80", "sm90" or "decode"; None for the family whose variants include the tile's, and if the standard
+    family: one of FAMILIES; None for the family whose variants include the tile's, and if the standard
         variant leaves a choice, for the family that the planner chooses for this problem
 
     NotSupported lists every reason why the family cannot compute the problem. DoesNotFit lists every reason why the
@@ -130,7 +129,8 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
     """Returns why no kernel of the target computes a problem: no tile fits, or none reads its e4m3 codes."""
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
-    family = FAMILIES["sm90" if has_codes(problem) and not is_cache else "sm80"]
+    has_own_family = has_codes(problem) and not is_cache
+    family = next(family for family in reversed(FAMILIES.values()) if family.reads_all_codes or not has_own_family)
     missing = _unsupported(problem, arch, family)
     if not missing:
         tried = _tried(problem, arch, family, architecture(arch).num_sms, any_length=False)
@@ -138,8 +138,8 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
         return [refuse("arch", arch, f"no tile fits: {found}", "use a smaller head_dim")]
     remedy = "dequantise, each code times its scale"
     if has_latent_rows:
-        has_small_pages = problem.pages is not None and problem.key.shape[1] < LEAST_PAGE_SIZE
-        pages = f"pages of at least {LEAST_PAGE_SIZE} rows, or " if has_small_pages else ""
+        has_small_pages = problem.pages is not None and problem.key.shape[1] < family.least_page_size
+        pages = f"pages of at least {family.least_page_size} rows, or " if has_small_pages else ""
         field, taker, remedy = "key", f"the kernel of {arch} takes no", f"use {pages}a cache of 16 bits"
     elif is_cache:
         field, taker = "key", "no kernel takes"

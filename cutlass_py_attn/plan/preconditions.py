@@ -15,8 +15,8 @@ from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.decode import layout as decode_smem
+from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.kernels.sm90_family import backward_choice
-from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
@@ -146,7 +146,7 @@ def _page_sizes(problem: Problem) -> Iterator[Condition]:
 
 def _page_maps(build: Build) -> Iterator[Condition]:
     """Boxes of the tensor maps divide pages, and the map of the last tile counts the rows of value."""
-    least = sm90_choice.LEAST_PAGE_SIZE
+    least = FAMILIES[build.family].least_page_size
     is_latent = build.has(registry.KV8_TILE)
     others = "no kernel reads smaller pages of such a cache" if is_latent else "smaller pages need an sm80 kernel"
     yield least <= PAGE_SIZE, f"page_size must be at least {least}: {others}"

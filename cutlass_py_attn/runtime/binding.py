@@ -12,7 +12,7 @@ from cutlass_py_attn.artifact import Artifact, first_available
 from cutlass_py_attn.errors import DriverError, NotSupported, Stale
 from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
 from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
-from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
+from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.arch import runs_on as _runs_on
@@ -375,11 +375,10 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
         ("head_dim_value", shape.head_dim_value, build.head_dim_value),
         ("grad_bias_mode", grad_bias_mode(problem), build.grad_bias_mode),
     ]
-    if build.family == "sm90":
-        yield from (
-            f"problem has {name}: the plan's kernel does not support it; plan this problem"
-            for name in sm90_choice.unsupported_features(problem)
-        )
+    yield from (
+        f"problem has {name}: the plan's kernel does not support it; plan this problem"
+        for name in FAMILIES[build.family].unsupported_features(problem)
+    )
     if starts_from_logsumexp(build) and problem.scale_value == 0:
         yield "problem.scale = 0: the plan's kernel divides by the scale; plan this problem"
     planned = dict(plan.params)

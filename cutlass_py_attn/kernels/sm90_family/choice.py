@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,7 +16,7 @@ from cutlass_py_attn.kernels.sm90_e4m3 import kernel as sm90_e4m3
 from cutlass_py_attn.kernels.sm90_e4m3_cache import kernel as sm90_e4m3_cache
 from cutlass_py_attn.kernels.sm90_family import backward_choice, tile_time
 from cutlass_py_attn.kernels.sm90_family.backward_choice import PARTS_ARE_FASTER, parts_of_key_tiles
-from cutlass_py_attn.kernels.sm90_family.row import Row
+from cutlass_py_attn.kernels.sm90_family.row import NEVER, Row
 from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
 from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows, splits_score_rows
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
@@ -24,9 +24,10 @@ from cutlass_py_attn.kernels.sm90_mla.layout import ROPE_COLUMNS
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
 from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.expressions import Expr
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, SPLIT_KV, STANDARD
+from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV, STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (
@@ -205,9 +206,46 @@ def applicable(problem: Problem, num_sms: int, *, any_length: bool = False) -> l
     return [*(in_parts(kind, row) for row in faster), *tiles]
 
 
+def every_tile(problem: Problem, num_sms: int) -> Iterable[TileConfig]:
+    """Returns the tiles that the planner tries for any sizes, those for the sizes of the problem first."""
+    kind, rows = ProblemKind.of(problem), sm90_rows(ProblemKind.of(problem))
+    tiles = [row.tile_for(kind) for row in (*tried(problem, num_sms), *rows)]
+    if not split_kv_objection(problem):
+        tiles += [in_parts(kind, row) for row in rows if row.tile.variant == STANDARD]
+    return dict.fromkeys(tiles)
+
+
 def in_parts(kind: ProblemKind, row: Row) -> TileConfig:
     """Returns the tile of a row with which blocks share the keys of each query tile."""
     return with_options(kind, replace(row.tile, variant=SPLIT_KV), row.options_for(kind))
+
+
+def order(build: Build) -> tuple[int, ...]:
+    """Sort key of kernels that take the same calls: the planner's order.
+
+    Variant split_kv is before multicast, which leaves SMs idle where both are preferred.
+    """
+    kind = ProblemKind.of(build)
+    return build.variant != SPLIT_KV, sm90_rows(kind).index(nearest_row(kind, TileConfig.of(build)))
+
+
+def preferred_when(build: Build, others: Sequence[Build]) -> Expr:
+    """Returns the rule of a kernel's row: 1 for the first that is for calls of any sizes."""
+    kind = ProblemKind.of(build)
+    table = sm90_rows(kind)
+    if build.variant == SPLIT_KV:
+        return tile_time.preferred_in_parts(table, build, others)
+    row = nearest_row(kind, TileConfig.of(build))
+    when = backward_choice.in_sizes(kind, row.when_for(kind))
+    moved = tile_time.is_first(kind, table, row)
+    return when if moved == NEVER else moved
+
+
+def sizes_in_words(build: Build) -> str:
+    """Returns the sizes for which a kernel is; "" for any."""
+    if build.variant == QUERY_HEADS or has_few_rows(build.kind, build):
+        return "few query tiles" if build.kind == "forward" else "few key tiles"
+    return ""
 
 
 def has_few_rows(kind: str, tile: TileConfig | Build) -> bool:

@@ -28,7 +28,7 @@ from cutlass_py_attn.cli import artifacts, doctor, run, run_cpu, run_gpu
 from cutlass_py_attn.cli.group import COMMANDS, group
 from cutlass_py_attn.cli.selection import KINDS, Selection
 from cutlass_py_attn.cli.symbols import parse_symbol
-from cutlass_py_attn.cli.target import Gpu, sm90_arch
+from cutlass_py_attn.cli.target import Gpu, wgmma_arch
 from cutlass_py_attn.compilation import cache_folder
 from cutlass_py_attn.errors import CompileError, NotSupported, Stale
 from cutlass_py_attn.inspection import sass
@@ -169,7 +169,7 @@ def test_component_gemms_have_no_mask_and_whole_tiles() -> None:
 
 
 def test_hopper_arch() -> None:
-    assert [sm90_arch(arch) for arch in ("sm_80", "sm_90", "sm_90a", "sm_100")] == [
+    assert [wgmma_arch(arch) for arch in ("sm_80", "sm_90", "sm_90a", "sm_100")] == [
         None,
         "sm_90a",
         "sm_90a",
