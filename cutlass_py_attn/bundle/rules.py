@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from cutlass_py_attn.bundle import numbers, row_rules
 from cutlass_py_attn.bundle.inputs import Input, Pointer
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of
 from cutlass_py_attn.kernels.common.layout import RAGGED_STRIDE_BYTES, most_box_rows
+from cutlass_py_attn.kernels.kernel import BufferRule
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
@@ -17,7 +19,7 @@ from cutlass_py_attn.launch.expressions import Expr, Grid, Name, Number, minimum
 from cutlass_py_attn.launch.names import PAGE_SIZE, TABLE_ENTRIES
 from cutlass_py_attn.plan import launch_rules, planner, preconditions
 from cutlass_py_attn.plan.append import plan_append
-from cutlass_py_attn.plan.launch_rules import MAX_INT32, BufferRule
+from cutlass_py_attn.plan.launch_rules import MAX_INT32
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.preconditions import Condition
@@ -67,7 +69,7 @@ def rules_of(problem: AnyProblem, build: Build) -> Rules:
             launch_rules.definitions(problem, build),
             launch_rules.fields(problem, build, given),
             launch_rules.grids_of(problem, build),
-            launch_rules.workspace(build),
+            fused_kernel_of(build).workspace(build),
         )
     given = row_rules.inputs(problem)
     defined = row_rules.definitions(problem)

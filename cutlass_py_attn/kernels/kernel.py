@@ -33,6 +33,16 @@ class Product(NamedTuple):
     n: int
 
 
+@dataclass(frozen=True, slots=True)
+class BufferRule:
+    """One workspace buffer: its bytes, the condition under which it exists, and whether a memset zeroes it."""
+
+    name: str
+    bytes: Expr
+    is_zeroed: bool = False
+    condition: Expr = ONE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     """One kernel body.
@@ -46,6 +56,7 @@ class Kernel:
     lengths: "any"; "short", "long" or "few_queries" when the planner chooses the kernel for short or long sequences
         alone, or for few queries and many keys, so that a kernel set for run-time lengths cannot rely on it
     main_grid: the grid of the main kernel of a Build
+    other_grids: those of other entries by their roles, but for the entries around every backward
     tensor_maps: the tensor maps of the main kernel in the order of its parameters: (rows, columns) of a tile, by name
     """
 
@@ -59,6 +70,7 @@ class Kernel:
     takes_registered_terms: bool = False
     lengths: str = "any"
     main_grid: Callable[[Build], Grid]
+    other_grids: Callable[[Build], Mapping[str, Grid]] = lambda build: {}
     tensor_maps: Callable[[Build], Mapping[str, Tile]]
 
     @property
@@ -88,7 +100,9 @@ class FusedKernel(Kernel):
     products: the products of mma.sync, whose warps must divide their rows and columns
     accumulators: registers of a thread for the accumulators that are alive at the same time
     accumulator_limit: registers that a thread with accumulators may use
+    definitions: numbers that other expressions and struct fields name, each in terms of those before it
     num_splits_key: the blocks that share the keys of the same rows; of a backward, one (batch, key head)
+    workspace: the workspace buffers in their order; those of a backward begin with what is zeroed
     reason: how the blocks of a plan divide the work, from the values of the plan's names
     steps: the steps of one iteration of its warpgroups, if their order is a choice
 
@@ -101,7 +115,9 @@ class FusedKernel(Kernel):
     products: Callable[[Build], tuple[Product, ...]]
     accumulators: Callable[[Build], int]
     accumulator_limit: Callable[[Build, Architecture], int]
+    definitions: Callable[[Problem, Build], dict[str, Expr]] = lambda problem, build: {}
     num_splits_key: Callable[[Build], Expr]
+    workspace: Callable[[Build], tuple[BufferRule, ...]] = lambda build: ()
     reason: Callable[[Problem, Build, Mapping[str, int]], str]
     steps: Callable[[Build], tuple[str, ...]] = fixed_order
 

@@ -15,19 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
 from typing import Final
 
 from cutlass_py_attn import integers
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_grid, num_splits, parts_bytes
-from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns, dq_pieces
+from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_grid
+from cutlass_py_attn.kernels.backward_parts.layout import dq_pieces
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of, kernel_of
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
-from cutlass_py_attn.kernels.decode import kernel as decode
-from cutlass_py_attn.kernels.sm80_split_d.layout import blocks_per_tile
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90 import shared_tiles
 from cutlass_py_attn.launch import abi, entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import (
@@ -44,7 +39,6 @@ from cutlass_py_attn.launch.expressions import (
     step,
     times,
 )
-from cutlass_py_attn.launch.grad_bias import uses_wgmma
 from cutlass_py_attn.launch.names import (
     BATCH,
     MAX_PAGES,
@@ -57,13 +51,11 @@ from cutlass_py_attn.launch.names import (
     PAGE_SIZE,
     TOKENS_K,
     TOKENS_Q,
-    TOTAL_KEY_TILES,
-    TOTAL_TILES,
 )
-from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
+from cutlass_py_attn.launch.variants import QUERY_HEADS
 from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, LSE_PADDING, OPERAND_BYTES, WORD_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, OPERAND_BYTES
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
@@ -83,16 +75,6 @@ SIZES: Final[dict[str, Expr]] = {
 }
 # Row strides from one page of value to the next; 0 if there is one page.
 VALUE_PAGE_ROWS: Final = step(NUM_PAGES, Name("value_page"), 0) // maximum(Name("value_row"), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class BufferRule:
-    """One workspace buffer: its bytes, the condition under which it exists, and whether a memset zeroes it."""
-
-    name: str
-    bytes: Expr
-    is_zeroed: bool = False
-    condition: Expr = ONE
 
 
 def sizes(problem: Problem) -> dict[str, int]:
@@ -127,16 +109,9 @@ def values(problem: Problem, build: Build, num_sms: int) -> dict[str, int]:
 def definitions(problem: Problem, build: Build) -> dict[str, Expr]:
     """Returns numbers that other expressions and struct fields name, each in terms of those before it."""
     found: dict[str, Expr] = {"group": NUM_HEADS // maximum(NUM_HEADS_KEY, 1)}
-    if build.shares_chunks:
-        found |= decode.schedule(problem, build)
-    elif build.family == "decode":
-        found["num_splits_key"] = decode.num_splits_key(build)
-    elif build.shares_query_tiles:
-        found |= shared_tiles.query_tiles(build)
     if build.kind == "backward":
         found |= {"num_splits_key": _num_splits_key(problem, build), **total_tiles(problem, build)}
-        found |= shared_tiles.key_tiles(build) if SHARED_END in build.options else {}
-    return found
+    return found | fused_kernel_of(build).definitions(problem, build)
 
 
 def _num_splits_key(problem: Problem, build: Build) -> Expr:
@@ -173,19 +148,16 @@ def grids(build: Build, bias_sizes: tuple[Expr, ...] = BIAS_AXES) -> dict[str, G
 
     The planner cuts a grid with more than MAX_GRID_YZ heads or batches into several launches.
     """
-    main = kernel_of(build).main_grid(build)
+    kernel = kernel_of(build)
+    own = {"main": kernel.main_grid(build), **kernel.other_grids(build)}
     if build.kind != "backward":
-        combine_grid = (shared_tiles if build.shares_query_tiles else decode).combine_grid(build)
-        combine = {"combine": combine_grid} if build.has_combine else {}
-        return {"main": main, **combine}
-    finish_kv = {"finish_kv": sm90.finish_kv_grid(build)} if build.variant == QUERY_HEADS else {}
+        return own
     query_tiles = ceil_div(NUM_QUERIES, build.tile_m)
     bias = {"bias": grad_bias_grid(build, bias_sizes)} if "bias" in entry_points.entries(build) else {}
     return {
-        "main": main,
+        **own,
         "delta": (times(query_tiles, integers.ceil_div(build.tile_m, entry_points.DELTA_ROWS)), NUM_HEADS, BATCH),
         "finish": (times(query_tiles, dq_pieces(build)), NUM_HEADS, BATCH),
-        **finish_kv,
         **bias,
         "sinks": (NUM_HEADS, ONE, ONE),
     }
@@ -201,78 +173,6 @@ def launch_condition(build: Build, role: str) -> Expr:
     if role != "combine":
         return ONE
     return Name("num_teams") + Name("fixed_chunks") > 1 if build.shares_chunks else NUM_SPLITS_KEY > 1
-
-
-def workspace(build: Build) -> tuple[BufferRule, ...]:
-    """Returns the workspace buffers in their order.
-
-    grad_query_accum: (num_heads, total_tiles, tile_m, columns) float32 sum of dQ
-    dq_semaphore: (num_heads, total_tiles) int32 semaphore of each query tile, if deterministic
-    grad_key_accum, grad_value_accum: (num_heads_key, total_key_tiles, tile_n, columns) float32 sums of dK and dV, if
-        work tiles are those of query heads
-    shared_sums: of each of the last key tiles, if blocks share their queries, the float32 sums of dK and dV and the
-        int32 counts of the parts that warps have added
-    tile_count_semaphore: int32 count of blocks or key tiles that have started
-    delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
-
-    grad_bias_counts, grad_bias_parts: of tiles of grad_bias, if blocks share them, the int32 counts of the parts that
-        warps have stored, and the float32 parts
-
-    With one block per head, grad_query_accum has one key head for each block, and nothing is zeroed. Variant wide has
-    no sums in memory. Where `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
-    """
-    if build.has_combine:
-        condition = ONE if build.shares_chunks else launch_condition(build, "combine")
-        parts = shared_tiles.parts_bytes(build) if build.shares_query_tiles else decode.workspace(build)
-        return tuple(BufferRule(name, size, condition=condition) for name, size in parts.items())
-    if build.kind == "forward":
-        return ()
-    rows = NUM_HEADS * TOTAL_TILES * (build.tile_m * F32_BYTES)
-    statistics = BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
-    if uses_wgmma(build):
-        shared_counts, shared_parts = _grad_bias_parts(build)
-        return shared_counts, *_sums(build), *statistics, shared_parts
-    return *_sums(build), *statistics
-
-
-def _grad_bias_parts(build: Build) -> tuple[BufferRule, BufferRule]:
-    """Returns the buffers of blocks that share tiles of grad_bias; the first is zeroed."""
-    shared = num_splits(build) > 1
-    counts, parts = (BufferRule(name, size, condition=shared) for name, size in parts_bytes(build).items())
-    return replace(counts, is_zeroed=True), parts
-
-
-def _sums(build: Build) -> tuple[BufferRule, ...]:
-    """Returns the buffers of sums of gradients, and counters."""
-    if build.variant == PER_HEAD:
-        return (BufferRule("grad_query_accum", sm90.per_head_accum_bytes(build)),)
-    if build.variant == WIDE:
-        return ()
-    return tuple(_accumulated(build))
-
-
-def _accumulated(build: Build) -> list[BufferRule]:
-    """Returns the buffers that begin as zeros: the sums of gradients, and counters."""
-    found = []
-    is_zeroed = not entry_points.delta_clears_sums(build)
-    if "query" in build.gradients:
-        pieces = times(NUM_HEADS * TOTAL_TILES, dq_pieces(build))
-        piece_bytes = build.tile_m * dq_piece_columns(build) * F32_BYTES
-        found.append(BufferRule("grad_query_accum", pieces * piece_bytes, is_zeroed=is_zeroed))
-        if build.deterministic:
-            found.append(BufferRule("dq_semaphore", pieces * WORD_BYTES, is_zeroed=is_zeroed))
-    if build.variant == QUERY_HEADS:
-        for name, columns in (("grad_key_accum", build.columns), ("grad_value_accum", build.columns_value)):
-            size = NUM_HEADS_KEY * TOTAL_KEY_TILES * (build.tile_n * columns * F32_BYTES)
-            found.append(BufferRule(name, size, is_zeroed=True))
-    if SHARED_END in build.options:
-        found.append(BufferRule("shared_sums", shared_tiles.sums_bytes(build), condition=Name("shared_key_tiles") > 0))
-    if build.family == "sm90":
-        found.append(BufferRule("tile_count_semaphore", Number(WORD_BYTES), is_zeroed=is_zeroed))
-    elif build.deterministic:
-        counters = NUM_HEADS_KEY * BATCH * (blocks_per_tile(build) * WORD_BYTES)
-        found.append(BufferRule("tile_count_semaphore", counters, is_zeroed=True))
-    return found
 
 
 def shape(operand: Operand) -> tuple[Expr, ...]:
@@ -331,12 +231,17 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         found |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.pages is not None:
         found |= page_sizes(problem)
-        found |= {"value_page_rows": sm90.value_page_rows(problem)} if build.maps_value else {}
+        found |= {"value_page_rows": _value_page_rows(problem)} if build.maps_value else {}
     for term in registry.in_struct(problem.features):
         found |= term.sizes(problem)
     if problem.direction == "backward":
         found |= {name: total.evaluate(values) for name, total in total_tiles(problem, build).items()}
     return tuple(found.items())
+
+
+def _value_page_rows(problem: Problem) -> int:
+    names = {str(NUM_PAGES): problem.value.shape[0], **of_tensor(problem, "value").strides}
+    return int(VALUE_PAGE_ROWS.evaluate(names))
 
 
 def expect_int32(numbers: Iterable[tuple[str, int]]) -> None:

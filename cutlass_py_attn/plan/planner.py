@@ -364,7 +364,7 @@ def _workspace(build: Build, values: Mapping[str, int]) -> Workspace:
     """Places the workspace buffers one after another; those that are zeroed come first."""
     buffers: list[WorkspaceBuffer] = []
     offset = zero_bytes = 0
-    for rule in launch_rules.workspace(build):
+    for rule in fused_kernel_of(build).workspace(build):
         if not rule.condition.evaluate(values):
             continue
         size = rule.bytes.evaluate(values)

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
-from cutlass_py_attn.kernels.catalogue import kernel_of
+from cutlass_py_attn.kernels.catalogue import fused_kernel_of, kernel_of
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.decode import layout as decode_smem
@@ -43,7 +43,6 @@ from cutlass_py_attn.plan.launch_rules import (
     shape,
     strides,
     total_tiles,
-    workspace,
 )
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.operands import Operand, of_tensor
@@ -94,7 +93,7 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
         if not isinstance(blocks, Number | Name):
             says = f"the {role} kernel would have more than {MAX_INT32} blocks; {slices}"
             found.append((blocks <= MAX_INT32, says))
-    for buffer in workspace(build):
+    for buffer in fused_kernel_of(build).workspace(build):
         if not isinstance(buffer.bytes, Number):
             says = f"{buffer.name} would have more than 2^48 bytes of the workspace; {slices}"
             found.append((buffer.bytes <= MAX_WORKSPACE_BYTES, says))

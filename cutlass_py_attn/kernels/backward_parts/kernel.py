@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import WGMMA_TILE, grad_bias_build
+from cutlass_py_attn.kernels.backward_parts.layout import dq_piece_columns, dq_pieces
+from cutlass_py_attn.kernels.kernel import BufferRule
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, ceil_div, maximum, minimum
+from cutlass_py_attn.launch.entry_points import delta_clears_sums
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, ceil_div, maximum, minimum, times
 from cutlass_py_attn.launch.gemm_spec import MMA_ROWS
 from cutlass_py_attn.launch.grad_bias import suits_wgmma, uses_wgmma
-from cutlass_py_attn.launch.names import BATCH, NUM_HEADS, NUM_KEYS, NUM_QUERIES, NUM_SMS
+from cutlass_py_attn.launch.names import BATCH, NUM_HEADS, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOTAL_TILES
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, OPERANDS, ROW_ALIGNMENT_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -73,11 +77,46 @@ def num_splits(build: Build) -> Expr:
     return maximum(minimum(NUM_SMS // maximum(_num_tiles(build), 1), pairs // LEAST_PART_PAIRS), 1)
 
 
-def parts_bytes(build: Build) -> dict[str, Expr]:
+def _parts_bytes(build: Build) -> dict[str, Expr]:
     """Returns the bytes of what blocks that share tiles exchange: counts of parts by warp, and float32 sums."""
     tiles, rows = _num_tiles(build), WGMMA_TILE // MMA_ROWS
     sums = tiles * num_splits(build) * (WGMMA_TILE * WGMMA_TILE * F32_BYTES)
     return {"grad_bias_counts": tiles * (rows * WORD_BYTES), "grad_bias_parts": sums}
+
+
+def query_sums(build: Build) -> list[BufferRule]:
+    """Returns the buffers of the sum of dQ over key tiles, which begins as zeros.
+
+    grad_query_accum: (num_heads, total_tiles, tile_m, columns) float32
+    dq_semaphore: (num_heads, total_tiles) int32 semaphore of each query tile, if deterministic
+
+    Where `entry_points.delta_clears_sums`, the delta kernel writes the zeros.
+    """
+    if "query" not in build.gradients:
+        return []
+    is_zeroed = not delta_clears_sums(build)
+    pieces = times(NUM_HEADS * TOTAL_TILES, dq_pieces(build))
+    piece_bytes = build.tile_m * dq_piece_columns(build) * F32_BYTES
+    found = [BufferRule("grad_query_accum", pieces * piece_bytes, is_zeroed=is_zeroed)]
+    if build.deterministic:
+        found.append(BufferRule("dq_semaphore", pieces * WORD_BYTES, is_zeroed=is_zeroed))
+    return found
+
+
+def workspace(build: Build, sums: Iterable[BufferRule]) -> tuple[BufferRule, ...]:
+    """Returns the workspace buffers of a backward; sums: those of the sums of gradients, and counters.
+
+    delta, logsumexp_log2: (num_heads, total_tiles, tile_m) float32
+    grad_bias_counts, grad_bias_parts: of tiles of grad_bias, if blocks share them, the int32 counts of the parts that
+        warps have stored, and the float32 parts
+    """
+    rows = NUM_HEADS * TOTAL_TILES * (build.tile_m * F32_BYTES)
+    own = *sums, BufferRule("delta", rows), BufferRule("logsumexp_log2", rows)
+    if not uses_wgmma(build):
+        return own
+    shared = num_splits(build) > 1
+    counts, parts = (BufferRule(name, size, condition=shared) for name, size in _parts_bytes(build).items())
+    return replace(counts, is_zeroed=True), *own, parts
 
 
 def _num_tiles(build: Build) -> Expr:

@@ -9,6 +9,7 @@ from typing import Final
 from cutlass_py_attn.integers import log2
 from cutlass_py_attn.kernels.decode.layout import CUT_WORDS, MAX_QUERIES, decode_map, persistent_map, team_warps
 from cutlass_py_attn.kernels.kernel import (
+    BufferRule,
     FusedKernel,
     Refusals,
     block_registers,
@@ -179,7 +180,12 @@ def blocks_per_sm(build: Build) -> int:
     return max(min(by_memory, limits.registers_per_sm // (build.threads * THREAD_REGISTERS)), 1)
 
 
-def schedule(problem: Problem, build: Build) -> dict[str, Expr]:
+def definitions(problem: Problem, build: Build) -> dict[str, Expr]:
+    """Returns how many blocks share the keys of a row, or the schedule of those that share chunks."""
+    return _schedule(problem, build) if build.shares_chunks else {"num_splits_key": num_splits_key(build)}
+
+
+def _schedule(problem: Problem, build: Build) -> dict[str, Expr]:
     """Returns the numbers of the persistent kernel's schedule, kernels/decode/chunk_schedule.py.
 
     rows: tiles of query rows of all key heads of a sequence. team_rows: the largest power of two up to 8 that divides
@@ -224,15 +230,12 @@ def _num_teams(build: Build) -> dict[str, Expr]:
     }
 
 
-def combine_grid(build: Build) -> Grid:
+def combine_grid(build: Build) -> dict[str, Grid]:
     """Returns the grid of the combine kernel: a block for each row of the output, or for each that a team may cut."""
     if not build.shares_chunks:
-        return NUM_QUERIES, NUM_HEADS, BATCH
-    return (
-        _by_chunks(NUM_QUERIES, minimum(NUM_QUERIES * GROUP, build.tile_m)),
-        _by_chunks(NUM_HEADS, _TEAM_ROWS),
-        _by_chunks(BATCH, _NUM_TEAMS),
-    )
+        return {"combine": (NUM_QUERIES, NUM_HEADS, BATCH)}
+    rows = _by_chunks(NUM_QUERIES, minimum(NUM_QUERIES * GROUP, build.tile_m))
+    return {"combine": (rows, _by_chunks(NUM_HEADS, _TEAM_ROWS), _by_chunks(BATCH, _NUM_TEAMS))}
 
 
 def _by_chunks(fixed: Expr, shared: Expr) -> Expr:
@@ -247,8 +250,8 @@ def main_grid(build: Build) -> Grid:
     return row_tiles(build) * NUM_SPLITS_KEY, NUM_HEADS_KEY, BATCH
 
 
-def workspace(build: Build) -> dict[str, Expr]:
-    """Returns the bytes of each workspace buffer of a plan with several splits.
+def workspace(build: Build) -> tuple[BufferRule, ...]:
+    """Returns the workspace buffers of a plan with several splits.
 
     partial_output: (splits, columns_value) float32 per query row
     partial_logsumexp: (splits,) float32 per query row, in base 2
@@ -260,13 +263,16 @@ def workspace(build: Build) -> dict[str, Expr]:
         of_teams = (1 - _FIXED_CHUNKS) * 2 * _NUM_TEAMS
         slots = (_FIXED_CHUNKS * Name("chunks") + of_teams) * _TEAM_ROWS * build.tile_m
         cuts = _FIXED_CHUNKS * (BATCH + 1) + (1 - _FIXED_CHUNKS) * _NUM_TEAMS * CUT_WORDS
-        return {
-            "partial_output": slots * (build.columns_value * F32_BYTES),
-            "partial_logsumexp": slots * F32_BYTES,
-            "schedule": cuts * WORD_BYTES,
-        }
-    rows = BATCH * NUM_HEADS * NUM_QUERIES * NUM_SPLITS_KEY
-    return {"partial_output": rows * (build.columns_value * F32_BYTES), "partial_logsumexp": rows * F32_BYTES}
+        return (
+            BufferRule("partial_output", slots * (build.columns_value * F32_BYTES)),
+            BufferRule("partial_logsumexp", slots * F32_BYTES),
+            BufferRule("schedule", cuts * WORD_BYTES),
+        )
+    rows, shares_keys = BATCH * NUM_HEADS * NUM_QUERIES * NUM_SPLITS_KEY, NUM_SPLITS_KEY > 1
+    return (
+        BufferRule("partial_output", rows * (build.columns_value * F32_BYTES), condition=shares_keys),
+        BufferRule("partial_logsumexp", rows * F32_BYTES, condition=shares_keys),
+    )
 
 
 def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
@@ -304,7 +310,10 @@ FORWARD: Final = FusedKernel(
     accumulators=_accumulators,
     accumulator_limit=block_registers,
     main_grid=main_grid,
+    other_grids=combine_grid,
+    definitions=definitions,
     num_splits_key=num_splits_key,
+    workspace=workspace,
     tensor_maps=no_tensor_maps,
     reason=_reason,
 )

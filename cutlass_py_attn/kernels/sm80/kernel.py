@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
 from cutlass_py_attn.kernels.kernel import (
     TERMS,
+    BufferRule,
     FusedKernel,
     Product,
     Refusals,
@@ -27,7 +29,7 @@ from cutlass_py_attn.launch.smem import rows_copied_at_once
 from cutlass_py_attn.launch.variants import STANDARD
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
-from cutlass_py_attn.problem.tensors import E4M3_BYTES, OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3_BYTES, OPERANDS, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
 SPLIT_WAVES: Final = 32  # blocks per SM beyond which more key splits of the backward no longer shorten the last wave
@@ -105,6 +107,23 @@ def _num_splits_key(build: Build) -> Expr:
     if build.deterministic:
         return key_tiles
     return minimum(key_tiles, ceil_div(SPLIT_WAVES * NUM_SMS, maximum(BATCH * NUM_HEADS_KEY, 1)))
+
+
+def backward_workspace(blocks_per_tile: Callable[[Build], int]) -> Callable[[Build], tuple[BufferRule, ...]]:
+    """Returns `workspace` of a backward.
+
+    blocks_per_tile: blocks that share a key tile
+
+    tile_count_semaphore: (blocks_per_tile, num_heads_key, batch) int32 counts of blocks that have started, if
+        deterministic
+    """
+
+    def of_build(build: Build) -> tuple[BufferRule, ...]:
+        counters = NUM_HEADS_KEY * BATCH * (blocks_per_tile(build) * WORD_BYTES)
+        semaphore = [BufferRule("tile_count_semaphore", counters, is_zeroed=True)] if build.deterministic else []
+        return backward_parts.workspace(build, [*backward_parts.query_sums(build), *semaphore])
+
+    return of_build
 
 
 def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
@@ -209,5 +228,6 @@ BACKWARD: Final = replace(
     accumulators=_backward_accumulators,
     main_grid=_backward_grid,
     num_splits_key=_num_splits_key,
+    workspace=backward_workspace(lambda build: 1),
 )
 KERNELS: Final = (FORWARD, BACKWARD)

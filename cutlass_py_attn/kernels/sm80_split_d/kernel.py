@@ -157,5 +157,6 @@ BACKWARD: Final = replace(
     products=_backward_products,
     accumulators=_backward_accumulators,
     main_grid=_grid(sm80.BACKWARD.main_grid),
+    workspace=sm80.backward_workspace(blocks_per_tile),
 )
 KERNELS: Final = (FORWARD, BACKWARD)

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from cutlass_py_attn.kernels.kernel import TERMS, FusedKernel, Tile, no_products, no_splits
+from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
+from cutlass_py_attn.kernels.kernel import TERMS, BufferRule, FusedKernel, Tile, no_products, no_splits
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.kernels.sm90 import rules as tile_rules
+from cutlass_py_attn.kernels.sm90 import shared_tiles
 from cutlass_py_attn.kernels.sm90.layout import (
     DQ_WARPGROUPS,
     LOAD_WARPGROUPS,
@@ -22,8 +24,19 @@ from cutlass_py_attn.kernels.sm90.layout import (
 from cutlass_py_attn.kernels.sm90.schedule import steps_of
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.entry_points import LAST_VALUE
-from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, ceil_div, maximum, minimum, round_up, times
+from cutlass_py_attn.launch.entry_points import LAST_VALUE, delta_clears_sums
+from cutlass_py_attn.launch.expressions import (
+    ONE,
+    Expr,
+    Grid,
+    Name,
+    Number,
+    ceil_div,
+    maximum,
+    minimum,
+    round_up,
+    times,
+)
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.names import (
     BATCH,
@@ -34,6 +47,7 @@ from cutlass_py_attn.launch.names import (
     NUM_QUERIES,
     NUM_SMS,
     NUM_SPLITS_KEY,
+    TOTAL_KEY_TILES,
     WORK_TILES,
 )
 from cutlass_py_attn.launch.variants import (
@@ -47,7 +61,7 @@ from cutlass_py_attn.launch.variants import (
     STANDARD,
 )
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
 Reason = Callable[[Problem, Build, Mapping[str, int]], str]
@@ -136,24 +150,63 @@ def _up_to_sms(work_tiles: Expr) -> Expr:
     return maximum(minimum(NUM_SMS, work_tiles), 1)
 
 
-def finish_kv_grid(build: Build) -> Grid:
-    """Returns the grid of the kernel that converts dK and dV: a block for the rows of one warpgroup."""
-    return times(ceil_div(NUM_KEYS, build.tile_n), build.tile_n // WARPGROUP_ROWS), NUM_HEADS_KEY, BATCH
-
-
 def num_splits_key(build: Build) -> Expr:
     """Returns the key tiles of the backward: every one is a work tile of its own."""
     return ceil_div(NUM_KEYS, build.tile_n)
 
 
-def per_head_accum_bytes(build: Build) -> Expr:
-    """Returns the bytes of grad_query_accum with one block per head: dQ of one key head for each block."""
-    rows = _per_head_blocks() * round_up(NUM_QUERIES, build.tile_m) * GROUP
-    return rows * (build.columns * F32_BYTES)
-
-
 def _per_head_blocks() -> Expr:
     return _up_to_sms(NUM_HEADS_KEY * BATCH)
+
+
+def _combine_grid(build: Build) -> dict[str, Grid]:
+    return {"combine": shared_tiles.combine_grid(build)} if build.shares_query_tiles else {}
+
+
+def _finish_kv_grid(build: Build) -> dict[str, Grid]:
+    """Returns the grid of the kernel that converts dK and dV: a block for the rows of one warpgroup."""
+    rows = times(ceil_div(NUM_KEYS, build.tile_n), build.tile_n // WARPGROUP_ROWS)
+    return {"finish_kv": (rows, NUM_HEADS_KEY, BATCH)}
+
+
+def _shared_query_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
+    return shared_tiles.query_tiles(build) if build.shares_query_tiles else {}
+
+
+def _shared_key_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
+    return shared_tiles.key_tiles(build) if SHARED_END in build.options else {}
+
+
+def _forward_workspace(build: Build) -> tuple[BufferRule, ...]:
+    parts = shared_tiles.parts_bytes(build) if build.shares_query_tiles else {}
+    return tuple(BufferRule(name, size, condition=NUM_SPLITS_KEY > 1) for name, size in parts.items())
+
+
+def _backward_workspace(build: Build) -> tuple[BufferRule, ...]:
+    """Returns the buffers of a backward.
+
+    grad_key_accum, grad_value_accum: (num_heads_key, total_key_tiles, tile_n, columns) float32 sums of dK and dV, if
+        work tiles are those of query heads
+    shared_sums: of each of the last key tiles, if blocks share their queries, the float32 sums of dK and dV and the
+        int32 counts of the parts that warps have added
+    tile_count_semaphore: int32 count of key tiles that have started
+    """
+    found = backward_parts.query_sums(build)
+    if build.variant == QUERY_HEADS:
+        for name, columns in (("grad_key_accum", build.columns), ("grad_value_accum", build.columns_value)):
+            size = NUM_HEADS_KEY * TOTAL_KEY_TILES * (build.tile_n * columns * F32_BYTES)
+            found.append(BufferRule(name, size, is_zeroed=True))
+    if SHARED_END in build.options:
+        found.append(BufferRule("shared_sums", shared_tiles.sums_bytes(build), condition=Name("shared_key_tiles") > 0))
+    is_zeroed = not delta_clears_sums(build)
+    found.append(BufferRule("tile_count_semaphore", Number(WORD_BYTES), is_zeroed=is_zeroed))
+    return backward_parts.workspace(build, found)
+
+
+def _per_head_workspace(build: Build) -> tuple[BufferRule, ...]:
+    """Returns the buffers with one block per head: grad_query_accum has dQ of one key head for each block."""
+    rows = _per_head_blocks() * round_up(NUM_QUERIES, build.tile_m) * GROUP
+    return backward_parts.workspace(build, [BufferRule("grad_query_accum", rows * (build.columns * F32_BYTES))])
 
 
 def reason(roles: Callable[[Build], str]) -> Reason:
@@ -185,12 +238,6 @@ def _computing(build: Build) -> str:
     return "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
 
 
-def value_page_rows(problem: Problem) -> int:
-    """Returns the row strides from one page of value to the next; 0 if there is one page."""
-    page, row, *_ = problem.value.strides
-    return page // row if problem.value.shape[0] > 1 and row > 0 else 0
-
-
 def _forward_maps(build: Build) -> dict[str, Tile]:
     tiles = tma_tiles(build)
     return {**tiles, LAST_VALUE: tiles["value"]} if build.has(registry.PAGED) else tiles
@@ -217,7 +264,10 @@ FORWARD: Final = FusedKernel(
     accumulators=forward_accumulators,
     accumulator_limit=limited_by(sm90_smem.registers),
     main_grid=main_grid,
+    other_grids=_combine_grid,
+    definitions=_shared_query_tiles,
     num_splits_key=no_splits,
+    workspace=_forward_workspace,
     tensor_maps=_forward_maps,
     reason=forward_reason(),
 )
@@ -253,7 +303,9 @@ BACKWARD: Final = FusedKernel(
     accumulators=_backward_accumulators,
     accumulator_limit=limited_by(sm90_smem.registers),
     main_grid=main_grid,
+    definitions=_shared_key_tiles,
     num_splits_key=num_splits_key,
+    workspace=_backward_workspace,
     tensor_maps=_backward_maps,
     reason=_backward_reason(),
     steps=steps_of,
@@ -266,6 +318,7 @@ PER_HEAD_BACKWARD: Final = replace(
     summary="one block per head: each block computes all key tiles of a head and sums dQ without atomics",
     layouts=("grouped",),
     lengths="short",
+    workspace=_per_head_workspace,
     reason=_backward_reason(shares="one block per head: "),
 )
 QUERY_HEADS_BACKWARD: Final = replace(
@@ -273,6 +326,7 @@ QUERY_HEADS_BACKWARD: Final = replace(
     variant=QUERY_HEADS,
     summary="persistent blocks over key tiles of every query head; dK and dV of a group are added in float32",
     lengths="short",
+    other_grids=_finish_kv_grid,
     reason=_backward_reason(shares="a block computes a key tile of one query head and adds dK and dV in float32: "),
 )
 DS_REGISTERS_BACKWARD: Final = replace(

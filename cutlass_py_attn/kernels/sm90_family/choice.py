@@ -111,7 +111,8 @@ def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
     num_pages, page_size, *_ = problem.value.shape
     page, row, *_ = problem.value.strides
     is_described = num_pages < 2 or row <= 0 or page % row == 0 or is_mla(problem)
-    last_row = (num_pages - 1) * sm90.value_page_rows(problem) + page_size
+    page_rows = page // row if num_pages > 1 and row > 0 else 0
+    last_row = (num_pages - 1) * page_rows + page_size
     present = {
         f"pages of fewer than {LEAST_PAGE_SIZE} rows": page_size < LEAST_PAGE_SIZE,
         "pages of value whose stride is no multiple of its row stride": not is_described,

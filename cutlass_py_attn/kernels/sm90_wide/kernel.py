@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
 from cutlass_py_attn.kernels.kernel import Refusals, fixed_order, refuse
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS
@@ -122,6 +123,7 @@ BACKWARD: Final = replace(
     accumulators=_backward_accumulators,
     accumulator_limit=sm90.limited_by(layout.registers),
     main_grid=_backward_grid,
+    workspace=lambda build: backward_parts.workspace(build, ()),  # no sums
     reason=sm90.reason(
         lambda build: (
             "blocks of dQ keep Q and dO, blocks of dK keep K and V, blocks of dV keep K; two blocks of a cluster load "
