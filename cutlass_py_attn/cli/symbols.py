@@ -15,6 +15,7 @@ from cutlass_py_attn.kernels.catalogue import KERNELS
 from cutlass_py_attn.kernels.component_gemms import COMPONENT_GEMMS
 from cutlass_py_attn.kernels.decode.kernel import MIN_KEYS
 from cutlass_py_attn.kernels.decode.layout import MAX_QUERIES
+from cutlass_py_attn.kernels.rows.kernel import APPEND
 from cutlass_py_attn.kernels.sm90_family.tile_time import LONG_LENGTH, MULTICAST_LENGTH
 from cutlass_py_attn.launch.abi import FLOAT32_OUTPUTS
 from cutlass_py_attn.launch.arch import architecture
@@ -53,7 +54,7 @@ _FUSED = (
 )
 _COMPONENT_GEMM = re.compile(rf"(?P<component_gemm>{'|'.join(COMPONENT_GEMMS)})_{_FAMILY_DTYPE}_{_DIMS}{_TILE}")
 _ROW_KERNEL = re.compile(
-    rf"(?P<kind>append|merge)_sm80_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
+    rf"(?P<kind>append|merge)_{APPEND.family}_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
     rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3_TILE}|{E4M3}|{TOTAL}|{LAST}|{SUM_LAST}|{SUM}))?{_TILE}"
 )
 # The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.

@@ -94,6 +94,8 @@ def fixed_order(build: Build) -> tuple[str, ...]:
 class FusedKernel(Kernel):
     """A kernel body of attention, which has tiles.
 
+    takes_negative_scales: whether scores may be multiplied by a scale below 0
+    has_key_stages: whether it has stages of the key tile, and divides the rows of a score product
     refusals: why it cannot be built with a Build's tiles, warps, stages and features
     with_warps: the Build with the warps of each product
     shared_memory: the shared-memory map of a thread block
@@ -103,12 +105,15 @@ class FusedKernel(Kernel):
     definitions: numbers that other expressions and struct fields name, each in terms of those before it
     num_splits_key: the blocks that share the keys of the same rows; of a backward, one (batch, key head)
     workspace: the workspace buffers in their order; those of a backward begin with what is zeroed
+    conditions: what sizes must satisfy beside what they must for all kernels, each with the condition in words
     reason: how the blocks of a plan divide the work, from the values of the plan's names
     steps: the steps of one iteration of its warpgroups, if their order is a choice
 
     Each but the first is asked about Builds without refusals.
     """
 
+    takes_negative_scales: bool = True
+    has_key_stages: bool = False
     refusals: Callable[[Build], Refusals]
     with_warps: Callable[[Build], Build]
     shared_memory: Callable[[Build], tuple[Buffer, ...]]
@@ -118,6 +123,7 @@ class FusedKernel(Kernel):
     definitions: Callable[[Problem, Build], dict[str, Expr]] = lambda problem, build: {}
     num_splits_key: Callable[[Build], Expr]
     workspace: Callable[[Build], tuple[BufferRule, ...]] = lambda build: ()
+    conditions: Callable[[Build], Iterable[tuple[Expr, str]]] = lambda build: ()
     reason: Callable[[Problem, Build, Mapping[str, int]], str]
     steps: Callable[[Build], tuple[str, ...]] = fixed_order
 

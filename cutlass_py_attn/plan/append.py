@@ -10,6 +10,7 @@ from typing import Final
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div
+from cutlass_py_attn.kernels.rows.kernel import APPEND
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import E4M3, E4M3_ROW, E4M3_TILE, STANDARD
@@ -91,7 +92,7 @@ def row_build(
     lanes = min(1 << (ceil_div(max(dims), vector) - 1).bit_length(), WARP_THREADS)
     return Build(
         kind=kind,
-        family="sm80",
+        family=APPEND.family,
         variant=variant,
         arch=arch,
         dtype=dtype,

@@ -28,7 +28,7 @@ def refusals(build: Build) -> list[Refusal]:
     kernel = kernel_of(build)
     if not isinstance(kernel, FusedKernel):
         return []
-    return [*_features(build, kernel), *_unused(build), *tile_options.refusals(build), *kernel.refusals(build)]
+    return [*_features(build, kernel), *_unused(build, kernel), *tile_options.refusals(build), *kernel.refusals(build)]
 
 
 def _body(build: Build) -> Iterator[Refusal]:
@@ -74,12 +74,11 @@ def _features(build: Build, kernel: Kernel) -> Iterator[Refusal]:
         )
 
 
-def _unused(build: Build) -> Iterator[Refusal]:
+def _unused(build: Build, kernel: FusedKernel) -> Iterator[Refusal]:
     """Fields that this body ignores must have the value that stands for none."""
     if build.kind == "forward" and build.grad_output_stages:
         yield refuse(build, "grad_output_stages", "a forward reads no grad_output", "use 0")
-    has_stages = build.family == "sm90" and build.kind == "backward"
-    if not has_stages and build.key_stages != 1:
+    if not kernel.has_key_stages and build.key_stages != 1:
         yield refuse(build, "key_stages", "only the sm90 backward has stages of the key tile", "use 1")
-    if not has_stages and build.score_rows:
+    if not kernel.has_key_stages and build.score_rows:
         yield refuse(build, "score_rows", "only the sm90 backward splits the rows of a score product", "use 0")

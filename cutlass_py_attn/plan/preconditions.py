@@ -16,7 +16,6 @@ from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.decode import layout as decode_smem
 from cutlass_py_attn.kernels.families import FAMILIES
-from cutlass_py_attn.kernels.sm90_family import backward_choice
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, Term, call, maximum, step
@@ -34,7 +33,7 @@ from cutlass_py_attn.launch.names import (
     TOKENS_K,
     TOKENS_Q,
 )
-from cutlass_py_attn.launch.variants import PER_HEAD, PERSISTENT
+from cutlass_py_attn.launch.variants import PERSISTENT
 from cutlass_py_attn.plan.launch_rules import (
     MAX_GRID_YZ,
     MAX_INT32,
@@ -72,7 +71,7 @@ def conditions(problem: Problem, build: Build) -> list[Condition]:
         *_strides(problem, build),
         *_biases(problem, build),
         *(distinct(operand) for operand in problem.operands().values() if operand.is_written and operand.strides),
-        *_sees_keys(build),
+        *fused_kernel_of(build).conditions(build),
     ]
 
 
@@ -248,7 +247,7 @@ def _factors(problem: Problem, build: Build) -> Iterator[Condition]:
         says = f"{name} must be a number that float32 holds"
         yield Name(name) >= -MAX_SCALE, says
         yield Name(name) <= MAX_SCALE, says
-    if build.kind == "forward" and build.family == "sm90":
+    if not fused_kernel_of(build).takes_negative_scales:
         yield scale >= 0, "scale must not be below 0; export a problem with such a scale"
     if starts_from_logsumexp(build):
         yield scale.equals(0).equals(0), "scale must not be 0; export a problem with such a scale"
@@ -270,13 +269,6 @@ def _is_at_most(factor: Expr, limit: Term) -> Expr:
 def _is_zero_or(factor: Expr, least: Term) -> Expr:
     """Returns an expression that is 1 if a factor is 0 or has at least this magnitude; not for NaN."""
     return factor.equals(0) + (factor >= least) + (0 - factor >= least) >= 1
-
-
-def _sees_keys(build: Build) -> Iterator[Condition]:
-    """Variant per_head writes the gradient of a query with the last key tile that it sees, and of no other query."""
-    if build.variant == PER_HEAD and not build.form.sees_all:
-        says = f"each tile of {build.tile_m} queries must see a key; export a problem of which some do not"
-        yield backward_choice.sees_keys(build.form, build.tile_m), says
 
 
 def _chunks(build: Build) -> Iterator[Condition]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -60,6 +60,7 @@ from cutlass_py_attn.launch.variants import (
     SPLIT_KV,
     STANDARD,
 )
+from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
@@ -209,6 +210,25 @@ def _per_head_workspace(build: Build) -> tuple[BufferRule, ...]:
     return backward_parts.workspace(build, [BufferRule("grad_query_accum", rows * (build.columns * F32_BYTES))])
 
 
+def sees_keys(form: Form, tile_m: int) -> Expr:
+    """Returns the rule that is 1 if every query tile sees a key: the first one and, right of a window, the last one."""
+    if form.sees_all:
+        return ONE
+    shift = Name("bottom_right") * (NUM_KEYS - NUM_QUERIES)
+    first = minimum(NUM_QUERIES, tile_m) + Name("window_right") + shift >= 1
+    if form.grows:
+        return first
+    last_start = (ceil_div(NUM_QUERIES, tile_m) - 1) * tile_m - Name("window_left") + shift
+    return first * (last_start < NUM_KEYS)
+
+
+def _sees_keys(build: Build) -> Iterator[tuple[Expr, str]]:
+    """A block writes the gradient of a query with the last key tile that it sees, and of no other query."""
+    if not build.form.sees_all:
+        says = f"each tile of {build.tile_m} queries must see a key; export a problem of which some do not"
+        yield sees_keys(build.form, build.tile_m), says
+
+
 def reason(roles: Callable[[Build], str]) -> Reason:
     """Returns `reason` of a kernel, from what the warpgroups of a block do."""
 
@@ -256,6 +276,7 @@ FORWARD: Final = FusedKernel(
     module="sm90.forward",
     summary="persistent blocks over query tiles",
     layouts=(*registry.LAYOUTS, registry.PAGED),
+    takes_negative_scales=False,
     terms=TERMS,
     refusals=tile_rules.sm90_forward,
     with_warps=forward_warps,
@@ -296,6 +317,7 @@ BACKWARD: Final = FusedKernel(
     summary="persistent blocks over key tiles",
     layouts=registry.LAYOUTS,
     terms=TERMS,
+    has_key_stages=True,
     refusals=tile_rules.sm90_backward,
     with_warps=backward_warps,
     shared_memory=sm90_smem.backward_map,
@@ -319,6 +341,7 @@ PER_HEAD_BACKWARD: Final = replace(
     layouts=("grouped",),
     lengths="short",
     workspace=_per_head_workspace,
+    conditions=_sees_keys,
     reason=_backward_reason(shares="one block per head: "),
 )
 QUERY_HEADS_BACKWARD: Final = replace(

@@ -16,7 +16,6 @@ from cutlass_py_attn.launch.expressions import ONE, Expr, Name, ceil_div, maximu
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS, TOKENS_K
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import F32_BYTES, ITEM_BYTES
 
 # Variant per_head: bytes of Q, dO and dQ sums that all blocks read at a time, which the L2 cache should hold, and how
@@ -125,15 +124,3 @@ def key_stages(kind: ProblemKind, tile: TileConfig) -> Expr:
 def _is_narrow(kind: ProblemKind) -> bool:
     """Returns whether a warpgroup has the rows of both head dims."""
     return max(kind.dims) <= WARPGROUP_ROWS
-
-
-def sees_keys(form: Form, tile_m: int) -> Expr:
-    """Returns the rule that is 1 if every query tile sees a key: the first one and, right of a window, the last one."""
-    if form.sees_all:
-        return ONE
-    shift = Name("bottom_right") * (NUM_KEYS - NUM_QUERIES)
-    first = minimum(NUM_QUERIES, tile_m) + Name("window_right") + shift >= 1
-    if form.grows:
-        return first
-    last_start = (ceil_div(NUM_QUERIES, tile_m) - 1) * tile_m - Name("window_left") + shift
-    return first * (last_start < NUM_KEYS)

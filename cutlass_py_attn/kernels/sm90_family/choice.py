@@ -73,7 +73,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
         "choice of gradients": backward and not {*OPERANDS} <= {*problem.gradients},
-        "a scale below 0": not backward and problem.scale_value < 0,
+        "a scale below 0": problem.scale_value < 0 and not kernel.takes_negative_scales,
         "float32": problem.dtype == "float32",
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest and not has_latent_cache,
         "e4m3 codes of keys that contain the values without key_rope": has_latent_cache
@@ -269,7 +269,7 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     left, right = problem.mask.edges
     values = {"num_queries": shape.num_queries, "num_keys": shape.num_keys, "window_left": left, "window_right": right}
     values |= {"bottom_right": int(problem.mask.bottom_right)}
-    sees_keys = backward_choice.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
+    sees_keys = sm90.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
 

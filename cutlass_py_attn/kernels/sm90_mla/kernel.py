@@ -73,6 +73,7 @@ FORWARD: Final = FusedKernel(
     summary="keys that contain the values: persistent blocks over chunks of the keys of all sequences, in which two "
     "warpgroups compute S of alternate key tiles and divide the columns of O",
     layouts=("grouped", registry.PAGED, "varlen", registry.KV8, registry.KV8_TILE),
+    takes_negative_scales=False,
     refusals=_refusals,
     with_warps=sm90_wide.column_warps,
     shared_memory=forward_map,
