@@ -46,7 +46,7 @@ def export_bundle(
     """Writes the kernels of `problems` (one for each direction) for every target of `archs` into `folder`.
 
     The folder then holds <arch>/<symbol>.cubin, .ptx and .json, manifest.json and the C header <name>.h, whose
-    functions have the prefix `name`. For sm_90a the sm90 kernels are exported if they support the problem, else those
+    functions have the prefix `name`. For sm_90a kernels with wgmma are exported if they support the problem, else those
     of sm_90.
     kernels: returns the Artifact of a Build; None compiles. The files of an older bundle are replaced; a folder with
     any other file is refused. The folder is written completely or not at all.

@@ -109,7 +109,7 @@ class FusedKernel(Kernel):
     reason: how the blocks of a plan divide the work, from the values of the plan's names
     steps: the steps of one iteration of its warpgroups, if their order is a choice
 
-    Each but the first is asked about Builds without refusals.
+    All but `refusals` are asked about Builds without refusals.
     """
 
     takes_negative_scales: bool = True

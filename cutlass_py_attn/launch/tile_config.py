@@ -35,8 +35,8 @@ class TileConfig:
     register_usage_level: ptxas --register-usage-level, 0 to 10; 5 is the default of ptxas
     not_on: targets for which ptxas spills at every level; the planner skips the tile there
     head_dim_split: head-dim columns that one block of a split-D kernel accumulates; 0 for all columns
-    score_rows: query rows of one score product in the sm90 backward; 0 for all rows of the tile
-    key_stages: key tiles in flight per thread block of the sm90 backward
+    score_rows: query rows of one score product of a backward with wgmma; 0 for all rows of the tile
+    key_stages: key tiles in flight per thread block of a backward with wgmma
     variant: kernel body, a name of variants.py; "" for the standard one
     options: how the body computes, names of `variants.OPTIONS`; () for none, None to leave them to `plan_with_tile`
 
