@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from cutlass_py_attn.bundle.manifest import Target, manifest, names_of
 from cutlass_py_attn.bundle.numbers import inputs
-from cutlass_py_attn.bundle.row_rules import conditions, limits
 from cutlass_py_attn.bundle.rules import rules_of, tensor_map_box
 from cutlass_py_attn.errors import NotSupported, Stale
 from cutlass_py_attn.kernels.catalogue import fused_kernel_of, kernel_of
@@ -22,7 +21,7 @@ from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.plan import entry_parameters, launch_rules, planner
 from cutlass_py_attn.plan.plan import Launch, Plan
-from cutlass_py_attn.plan.preconditions import mapped
+from cutlass_py_attn.plan.preconditions import conditions, limits, mapped
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem

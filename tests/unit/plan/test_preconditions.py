@@ -10,10 +10,9 @@ from typing import Any, Final
 import pytest
 
 from cutlass_py_attn.bundle.numbers import inputs
-from cutlass_py_attn.bundle.row_rules import conditions, limits
 from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.plan.preconditions import MAX_MAP_STRIDE_BYTES, Condition, mapped
+from cutlass_py_attn.plan.preconditions import MAX_MAP_STRIDE_BYTES, Condition, conditions, limits, mapped
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
