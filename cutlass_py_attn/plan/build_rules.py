@@ -12,6 +12,7 @@ from typing import Final
 
 from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel, listed, refuse
+from cutlass_py_attn.kernels.sm90 import rules as sm90_rules
 from cutlass_py_attn.kernels.sm90_family import tile_options
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_D
@@ -28,7 +29,8 @@ def refusals(build: Build) -> list[Refusal]:
     kernel = kernel_of(build)
     if not isinstance(kernel, FusedKernel):
         return []
-    return [*_features(build, kernel), *_unused(build), *tile_options.refusals(build), *kernel.refusals(build)]
+    ranges = [*sm90_rules.key_ranges(build)] if build.form.has_ranges else []
+    return [*_features(build, kernel), *ranges, *_unused(build), *tile_options.refusals(build), *kernel.refusals(build)]
 
 
 def _body(build: Build) -> Iterator[Refusal]:
