@@ -63,7 +63,7 @@ from cutlass_py_attn.launch.names import (
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, SHARED_END, WIDE
 from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, LSE_PADDING, OPERAND_BYTES, WORD_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, F32_BYTES, LSE_PADDING, OPERAND_BYTES, RANGES_PADDING, WORD_BYTES
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
@@ -80,6 +80,7 @@ SIZES: Final[dict[str, Expr]] = {
     "tokens": TOKENS_K,
     "bounds": BATCH + 1,
     "padded_queries": round_up(NUM_QUERIES, LSE_PADDING),
+    "padded_ranges": round_up(NUM_QUERIES, RANGES_PADDING),
 }
 # Row strides from one page of value to the next; 0 if there is one page.
 VALUE_PAGE_ROWS: Final = step(NUM_PAGES, Name("value_page"), 0) // maximum(Name("value_row"), 1)
