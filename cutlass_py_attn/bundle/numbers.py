@@ -88,7 +88,8 @@ _VECTORS: Final = {
 
 def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     """Returns sizes, strides (in elements), edges of the mask and factors, by name."""
-    given, operands = params.numbers(problem), problem.operands()
+    operands = problem.operands()
+    given = params.numbers(problem, operands)
     lengths = _LONGEST if problem.sequences is not None else _PAGES if problem.pages is not None else {}
     found = {name: Input("i64", value, {**_SIZES, **lengths}[name]) for name, value in sizes(problem).items()}
     terms = registry.present(problem)

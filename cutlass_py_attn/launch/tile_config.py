@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ _INTEGERS: Final = (
     *("head_dim_split", "score_rows", "key_stages"),
 )
 _FIELDS: Final = (*_INTEGERS, "variant", "options")
+BLACKWELL: Final = ("sm_100", "sm_120")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ class TileConfig:
         if not isinstance(build, Build):
             raise NotSupported(refuse("build", build, "must be a Build", "pass the field `build` of a plan"))
         fields: dict[str, Any] = {name: getattr(build, name) for name in _FIELDS}
-        can_have_options = build.family == "sm90" and build.variant in WITH_OPTIONS.get(build.kind, ())
-        return TileConfig(**fields | {"options": build.options or (() if can_have_options else None)})
+        has_choice = build.family == "sm90" and can_have_options(build.kind, build.variant)
+        return TileConfig(**fields | {"options": build.options or (() if has_choice else None)})
 
     @staticmethod
     def parse(text: str) -> TileConfig:
@@ -102,6 +104,14 @@ class TileConfig:
         names = tuple(parts["options"].split("-")[1:])
         options = () if names == (PLAIN,) else names or None
         return TileConfig(**fields, variant=parts.get("variant", STANDARD), options=options)
+
+
+Tiles = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
+
+
+def can_have_options(direction: str, variant: str) -> bool:
+    """Returns whether kernels of a variant of the sm90 family can have options."""
+    return variant in WITH_OPTIONS.get(direction, ())
 
 
 def tile_refusals(tile: object) -> list[Refusal]:

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan.plan import Plan, TensorMap
+from cutlass_py_attn.problem.operands import Operand
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import ROW_ALIGNMENT_BYTES
 from cutlass_py_attn.runtime import tensor_maps
@@ -164,8 +165,9 @@ def _initial_struct(plan: Plan, problem: Problem | None, fields: abi.Fields) -> 
     if problem is None:
         required = abi.address_alignments(plan.build)
     else:
-        required = alignments(problem)
-        for name, value in numbers(problem).items():
+        operands = problem.operands()
+        required = alignments(problem, operands)
+        for name, value in numbers(problem, operands).items():
             struct[name] = value
     for name, value in plan.params:
         struct[name] = value
@@ -179,20 +181,20 @@ def _aligned_memory(size: int) -> tuple[memoryview, int]:
     return memory.data[start : start + size], memory.ctypes.data + start
 
 
-def alignments(problem: Problem) -> dict[str, int]:
+def alignments(problem: Problem, operands: Mapping[str, Operand]) -> dict[str, int]:
     """Returns the alignment (bytes) of each operand's address; 0 for a value that is not an address or never read."""
-    arrays = {name: operand.tensor for name, operand in problem.operands().items()}
+    arrays = {name: operand.tensor for name, operand in operands.items()}
     required = {name: 0 if 0 in tensor.shape else tensor.alignment for name, tensor in arrays.items()}
     for term in registry.present(problem):
         required |= dict.fromkeys(term.immediate_numbers(problem), 0)
     return required
 
 
-def numbers(problem: Problem) -> dict[str, float]:
+def numbers(problem: Problem, operands: Mapping[str, Operand]) -> dict[str, float]:
     """Returns strides (elements) and scale factors by the name of their struct field."""
-    strides = {field: step for operand in problem.operands().values() for field, step in operand.strides.items()}
+    strides = {field: step for operand in operands.values() for field, step in operand.strides.items()}
     scale = problem.scale_value
-    found = {**strides, "scale": scale, "scale_log2": scale * LOG2_E}
+    values = {**strides, "scale": scale, "scale_log2": scale * LOG2_E}
     for term in registry.in_struct(problem.features):
-        found |= term.numbers(problem)
-    return found
+        values |= term.numbers(problem)
+    return values

@@ -199,8 +199,7 @@ def sanitizers() -> str:
 
 @pytest.fixture(scope="module", params=CASES)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the fake driver")
+    fake_driver.need_compiler("the fake driver")
     case, directions = CASES[request.param]
     folder = tmp_path_factory.mktemp("sanitized")
     bundle = exported(folder / "bundle", tuple(spec.parse(case).problem(direction) for direction in directions))
@@ -316,8 +315,7 @@ def bytes_of(found: tuple[int, int, int, int]) -> int | None:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the fake driver")
+    fake_driver.need_compiler("the fake driver")
     folder = tmp_path_factory.mktemp("functions")
     return folder, exported(folder / "bundle", (spec.parse(CASES["decode"][0]).problem("forward"),))
 

@@ -195,8 +195,7 @@ def problems() -> tuple[AnyProblem, ...]:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the library with")
+    fake_driver.need_compiler("the library")
     return exported(tmp_path_factory.mktemp("builds") / "made", problems(), "sm_86,sm_90a")
 
 

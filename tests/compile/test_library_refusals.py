@@ -36,8 +36,7 @@ OVERLAP = "its strides must be those of an array of these sizes; set them with t
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the library with")
+    fake_driver.need_compiler("the library")
     problems = (*(spec.parse(CASE).problem(it) for it in DIRECTIONS), spec.parse(DECODE).problem("forward"))
     return exported(tmp_path_factory.mktemp("refusals") / "made", problems)
 

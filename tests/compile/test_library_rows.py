@@ -41,8 +41,7 @@ def drawn() -> list[RowCase]:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory, drawn: list[RowCase]) -> Bundle:
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the library with")
+    fake_driver.need_compiler("the library")
     problems = (*(case.problem for case in drawn), POOLS, SCALED, LATENT, DENSE, PACKED)
     return exported(tmp_path_factory.mktemp("rows") / "made", problems, "sm_86,sm_90a")
 

@@ -37,8 +37,7 @@ def names() -> list[str]:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The library of the example, for the two devices of the fake driver."""
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the library with")
+    fake_driver.need_compiler("the library")
     rows = [name for name in names() if name.startswith(("append", "merge"))]
     problems = [spec.parse(name).problem("forward") for name in names() if name not in rows]
     folder = tmp_path_factory.mktemp("serving")

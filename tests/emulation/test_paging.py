@@ -81,7 +81,11 @@ def test_rows_lie_in_their_pages(page_size: int, has_indptr: bool) -> None:
         [np.zeros(OUTPUT, np.uint8), *(np.ascontiguousarray(it).reshape(-1).view(np.uint8) for it in named.values())]
     )
     struct = np.zeros(1, abi.numpy_struct(abi.fields_of(build)))
-    for field, value in {**params.numbers(problem), **dict(launch_rules.params(problem, build)), **starts}.items():
+    for field, value in {
+        **params.numbers(problem, problem.operands()),
+        **dict(launch_rules.params(problem, build)),
+        **starts,
+    }.items():
         struct[field] = value
     Threads(ptx, (BATCH, 1), build.threads, memory, struct).run()
     found = memory[OUTPUT : OUTPUT + rows.nbytes].view(np.int64).reshape(rows.shape)

@@ -505,7 +505,12 @@ def emulate(
     before = memory.copy()
     values = np.zeros(1, abi.numpy_struct(abi.fields_of(plan.build)))
     buffers = {buffer.name: workspace + buffer.offset for buffer in plan.workspace.buffers}
-    for name, value in {**params.numbers(problem), **dict(plan.params), **addresses, **buffers}.items():
+    for name, value in {
+        **params.numbers(problem, problem.operands()),
+        **dict(plan.params),
+        **addresses,
+        **buffers,
+    }.items():
         values[name] = value
     for launch in plan.launches:
         assert launch.cluster == 1

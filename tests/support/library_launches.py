@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cutlass_py_attn.bundle.dispatch import facts_of, order_key, preferred_when
 from cutlass_py_attn.bundle.files import Bundle
 from cutlass_py_attn.bundle.manifest import names_of
@@ -145,8 +143,7 @@ def library(archs: str = ANY_ARCH) -> tuple[Bundle, LibraryHost]:
 
     Compiled with the sanitizers of undefined arithmetic alone, which compile fast; test_library_builds has all.
     """
-    if fake_driver.compiler() is None:
-        pytest.skip("no C compiler to build the library with")
+    fake_driver.need_compiler("the library")
     calls = ((row, direction) for row in front_ends.rows() for direction in row.directions)
     found = [row.problems(direction)[0] for row, direction in calls if not row.has_split_grids(direction)]
     problems = tuple(each for problem in found if archs_of(problem) == archs for each in with_tables(problem))

@@ -54,7 +54,7 @@ class Launcher:
         """
         with self._watched():
             bound = bind_problem(problem, kernels)
-            self._launch(bound, params.alignments(problem), numbers)
+            self._launch(bound, params.alignments(problem, problem.operands()), numbers)
             return bound.plan.build, self._given()
 
     def of_plan(self, plan: Plan, artifact: Artifact, clear: Callable[[int], None] | None = None) -> bytes:

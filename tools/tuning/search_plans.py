@@ -184,8 +184,11 @@ def _searched(folder: Path, search: Json, rounds: int, only: Sequence[TileConfig
     entries = [entry for entry in search["candidates"] if entry["is_fitting"]]
     named = {entry["tile"]: entry for entry in entries if not entry["objection"]}
     taken = next((tile for tile, entry in named.items() if entry["is_row"]), None)
-    asked = {tile for tile in named if not only or tile == taken or _is_among(TileConfig.parse(tile), only)}
-    chosen = {tile: entry for tile, entry in named.items() if tile in asked}
+    chosen = {
+        tile: entry
+        for tile, entry in named.items()
+        if not only or tile == taken or _is_among(TileConfig.parse(tile), only)
+    }
     found = {tile: _artifact(folder, search, tile, entry) for tile, entry in chosen.items()}
     timings = plan_timing.measure(case, search["direction"], found, Folder(folder / FORWARD), rounds)
     for entry in entries:

@@ -6,43 +6,38 @@ shared memory per block, and for features that leave the first tile too few regi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from cutlass_py_attn.kernels.problem_kind import ProblemKind
-from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.launch.tile_config import BLACKWELL, TileConfig, Tiles
 from cutlass_py_attn.launch.variants import SPLIT_D
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.score_terms import registry
 
-_Tiles = Mapping[int, tuple[TileConfig, ...]]  # by the widest head dim that the tiles serve
-
-_BLACKWELL = ("sm_100", "sm_120")
-_FORWARD_16: _Tiles = {
-    64: (TileConfig(128, 128, 4, not_on=_BLACKWELL), TileConfig(128, 64, 4)),
-    128: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4)),
+_FORWARD_16: Tiles = {
+    64: (TileConfig(128, 128, 4, not_on=BLACKWELL), TileConfig(128, 64, 4)),
+    128: (TileConfig(128, 64, 4, not_on=BLACKWELL), TileConfig(64, 64, 4)),
     256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
 }
 # With score terms or dropout a thread needs registers for these, so tiles are narrower.
-_FORWARD_16_SCORE_MOD: _Tiles = {
+_FORWARD_16_SCORE_MOD: Tiles = {
     64: (TileConfig(128, 64, 4), TileConfig(64, 64, 4)),
     128: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
     256: (TileConfig(64, 64, 4), TileConfig(64, 32, 4)),
 }
-_FORWARD_32: _Tiles = {
-    64: (TileConfig(128, 64, 4, not_on=_BLACKWELL), TileConfig(64, 64, 4, 1, 0, 3), TileConfig(64, 32, 4, 1, 0, 3)),
+_FORWARD_32: Tiles = {
+    64: (TileConfig(128, 64, 4, not_on=BLACKWELL), TileConfig(64, 64, 4, 1, 0, 3), TileConfig(64, 32, 4, 1, 0, 3)),
     128: (
-        TileConfig(128, 32, 4, not_on=_BLACKWELL),
-        TileConfig(64, 64, 4, 1, 0, 3, _BLACKWELL),
+        TileConfig(128, 32, 4, not_on=BLACKWELL),
+        TileConfig(64, 64, 4, 1, 0, 3, BLACKWELL),
         TileConfig(64, 32, 4, 1, 0, 3),
     ),
 }
-_FORWARD_32_SCORE_MOD: _Tiles = {
+_FORWARD_32_SCORE_MOD: Tiles = {
     64: (TileConfig(128, 32, 4), TileConfig(64, 64, 4), TileConfig(64, 32, 4, 1, 0, 3)),
     128: (TileConfig(128, 32, 4), TileConfig(64, 32, 4, 1, 0, 3)),
 }
 # With a tile of the bias in shared memory, only one wide block fits on an SM.
-_FORWARD_32_BIAS: _Tiles = {64: _FORWARD_32_SCORE_MOD[64], 128: (TileConfig(64, 32, 4, 1, 0, 3),)}
-_BACKWARD_16: _Tiles = {
+_FORWARD_32_BIAS: Tiles = {64: _FORWARD_32_SCORE_MOD[64], 128: (TileConfig(64, 32, 4, 1, 0, 3),)}
+_BACKWARD_16: Tiles = {
     32: (TileConfig(64, 128, 4, 2, 2), TileConfig(64, 64, 4, 2, 2)),
     64: (TileConfig(128, 128, 8, 2, 2), TileConfig(64, 64, 4, 2, 2)),
     96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
@@ -55,7 +50,7 @@ _BACKWARD_16: _Tiles = {
     ),
     256: (TileConfig(64, 64, 8, 2, 2), TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1)),
 }
-_BACKWARD_16_SCORE_MOD: _Tiles = {
+_BACKWARD_16_SCORE_MOD: Tiles = {
     **_BACKWARD_16,
     96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 128, 8, 2, 2), TileConfig(64, 64, 8, 1, 1)),
     128: (
@@ -66,7 +61,7 @@ _BACKWARD_16_SCORE_MOD: _Tiles = {
     ),
 }
 # The slope of softcap stays in registers from S to dS.
-_BACKWARD_16_SOFTCAP: _Tiles = {
+_BACKWARD_16_SOFTCAP: Tiles = {
     64: (TileConfig(64, 64, 4, 2, 2), TileConfig(64, 64, 8, 1, 1)),
     96: (TileConfig(64, 64, 4, 1, 1), TileConfig(64, 64, 8, 1, 1)),
     128: (
@@ -78,20 +73,20 @@ _BACKWARD_16_SOFTCAP: _Tiles = {
     160: (TileConfig(64, 96, 8, 1, 1), TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
     256: (TileConfig(64, 64, 8, 2, 2), TileConfig(32, 64, 8, 1, 1)),
 }
-_BACKWARD_32: _Tiles = {
+_BACKWARD_32: Tiles = {
     64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1)),
     128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 32, 8, 1, 1)),
 }
-_BACKWARD_32_SCORE_MOD: _Tiles = {
+_BACKWARD_32_SCORE_MOD: Tiles = {
     64: (TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
     128: (TileConfig(64, 64, 8, 1, 1), TileConfig(32, 64, 8, 1, 1, 3), TileConfig(32, 32, 8, 1, 1)),
 }
-_BACKWARD_32_SOFTCAP: _Tiles = {
+_BACKWARD_32_SOFTCAP: Tiles = {
     64: (TileConfig(64, 64, 4, 1, 1), TileConfig(32, 64, 4, 1, 1), TileConfig(32, 64, 8, 1, 1)),
     128: _BACKWARD_32_SCORE_MOD[128],
 }
 # By direction, whether float32, and the feature that needs more registers or shared memory.
-_TABLES: dict[tuple[str, bool], dict[str, _Tiles]] = {
+_TABLES: dict[tuple[str, bool], dict[str, Tiles]] = {
     ("forward", False): {"": _FORWARD_16, "score_mod": _FORWARD_16_SCORE_MOD},
     ("forward", True): {"": _FORWARD_32, "score_mod": _FORWARD_32_SCORE_MOD, "bias": _FORWARD_32_BIAS},
     ("backward", False): {"": _BACKWARD_16, "score_mod": _BACKWARD_16_SCORE_MOD, "softcap": _BACKWARD_16_SOFTCAP},

@@ -209,7 +209,8 @@ def applicable(problem: Problem, num_sms: int, *, any_length: bool = False) -> l
 
 def every_tile(problem: Problem, num_sms: int) -> Iterable[TileConfig]:
     """Returns the tiles that the planner tries for any sizes, those for the sizes of the problem first."""
-    kind, rows = ProblemKind.of(problem), sm90_rows(ProblemKind.of(problem))
+    kind = ProblemKind.of(problem)
+    rows = sm90_rows(kind)
     tiles = [row.tile_for(kind) for row in (*tried(problem, num_sms), *rows)]
     if not split_kv_objection(problem):
         tiles += [in_parts(kind, row) for row in rows if row.tile.variant == STANDARD]

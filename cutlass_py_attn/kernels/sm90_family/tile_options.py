@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.kernels.problem_kind import ProblemKind
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_config import can_have_options
 from cutlass_py_attn.launch.variants import (
     BITS,
     DS_REGISTERS,
@@ -23,7 +24,6 @@ from cutlass_py_attn.launch.variants import (
     SPECULATIVE,
     SPLIT_KV,
     STANDARD,
-    WITH_OPTIONS,
 )
 from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
@@ -101,7 +101,7 @@ LIMITS: Final = {
 
 def possible(kind: ProblemKind, tile: TileConfig | Build) -> tuple[str, ...]:
     """Returns the options that a kernel body of the sm90 family can have."""
-    if tile.variant not in WITH_OPTIONS.get(kind.direction, ()):
+    if not can_have_options(kind.direction, tile.variant):
         return ()
     names = LIMITS if kind.direction == "forward" else (SHARED_END,)
     allowed = [name for name in names if LIMITS[name].allows(kind, tile)]
@@ -113,7 +113,7 @@ def with_options(kind: ProblemKind, tile: TileConfig, options: Iterable[str]) ->
 
     An option that needs another one goes with it. A variant without options has None.
     """
-    if tile.variant not in WITH_OPTIONS.get(kind.direction, ()):
+    if not can_have_options(kind.direction, tile.variant):
         return replace(tile, options=None)
     allowed = possible(kind, tile)
     return replace(tile, options=tuple(name for name in options if name in allowed))
@@ -121,7 +121,7 @@ def with_options(kind: ProblemKind, tile: TileConfig, options: Iterable[str]) ->
 
 def refusals(build: Build) -> Iterator[Refusal]:
     """Yields every reason why no kernel body can be built with the options, as `build_rules.refusals` has them."""
-    if build.options and not (build.family == "sm90" and build.variant in WITH_OPTIONS.get(build.kind, ())):
+    if build.options and not (build.family == "sm90" and can_have_options(build.kind, build.variant)):
         rule = (
             f"only the standard, {MULTICAST}, {SPLIT_KV}, {E4M3} and {E4M3_CACHE} sm90 forwards and the standard, "
             f"{DS_REGISTERS} and {KEY_REGISTERS} sm90 backwards have options"

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SOURCE = Path(__file__).with_name("libcuda.c")
 FLAGS = ("-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread", "-Wl,-soname,libcuda.so.1")
 
@@ -82,6 +84,12 @@ class Call:
 def compiler() -> str | None:
     """Returns the path of a C compiler; None if this machine has none."""
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+
+
+def need_compiler(built: str) -> None:
+    """Skips the test if there is no C compiler. built: what the test builds, in words."""
+    if compiler() is None:
+        pytest.skip(f"no C compiler to build {built}")
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def test_later_plans_need_fewer_registers() -> None:
 )
 def test_strides_of_scales(word: str, strides: tuple[int, int]) -> None:
     problem = problem_of(f"e4m3_d64_s100_b3_h4k2_full{word}")
-    given = params.numbers(problem)
+    given = params.numbers(problem, problem.operands())
     for name in SCALES:
         assert (given.get(f"{name}_batch", 0), given.get(f"{name}_head", 0)) == strides
     assert {*problem.vectors()} == ({*SCALES} if word else set())

@@ -88,7 +88,7 @@ def test_scales_are_at_the_end_of_the_struct() -> None:
 )
 def test_strides_of_a_scale(name: str, strides: tuple[int, ...]) -> None:
     problem = parse(f"bf16_d128_q1_s1000_b4_h32k8_full_{name}").problem("forward")
-    given = params.numbers(problem)
+    given = params.numbers(problem, problem.operands())
     assert tuple(given.get(f"value_scale_{axis}", 0) for axis in ("batch", "page", "row", "head")) == strides
 
 

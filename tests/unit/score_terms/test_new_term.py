@@ -136,8 +136,8 @@ def test_fields_come_behind_all_others() -> None:
 def test_struct(shape: tuple[int, ...], batch: int) -> None:
     problem = problem_of(shape=shape)
     plan = plan_forward(problem, "sm_90")
-    assert params.numbers(problem)[f"{NAME}_batch"] == batch
-    assert params.alignments(problem)[NAME] == 16
+    assert params.numbers(problem, problem.operands())[f"{NAME}_batch"] == batch
+    assert params.alignments(problem, problem.operands())[NAME] == 16
     kernel_params = params.KernelParams(plan, problem)
     assert NAME in kernel_params.pointer_names
     described = numbers.pointers(problem)[NAME]
