@@ -109,8 +109,8 @@ def attention_forward(query: Any, key: Any, value: Any, **options: Unpack[Contex
     NotSupported lists every reason before anything is exchanged, and the ranks that made another call. PeerLost: a
     rank did not come within the group's time limit, and the group is aborted.
     """
-    found = _call("forward", {"query": query, "key": key, "value": value}, options)
-    return found["output"], found["logsumexp"]
+    results = _call("forward", {"query": query, "key": key, "value": value}, options)
+    return results["output"], results["logsumexp"]
 
 
 @takes_options(ContextBackwardOptions, **_CONTEXT)

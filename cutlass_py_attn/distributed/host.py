@@ -44,8 +44,8 @@ class Host(Machine):
     def backward(self, options: Options, operands: Arrays, gradients: tuple[str, ...]) -> Arrays:
         changes = {"out": None, "gradients": gradients, "grad_logsumexp": operands.get("grad_logsumexp")}
         given = as_options(options, operands, **changes)
-        found = cpu_backend.compute(AttentionRequest("backward", operands, given))
-        return {name: found[f"grad_{name}"] for name in gradients}
+        results = cpu_backend.compute(AttentionRequest("backward", operands, given))
+        return {name: results[f"grad_{name}"] for name in gradients}
 
     def merge(self, total: Any, logsumexp: Any, part: Any, logsumexp_part: Any) -> Any:
         output, merged = serving.merge(total, logsumexp, part, logsumexp_part)

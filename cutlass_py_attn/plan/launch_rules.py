@@ -221,22 +221,22 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     """Returns the struct's integer fields that follow from the problem, without num_splits_key."""
     left, right = problem.mask.edges
     values = sizes(problem) | {"group": problem.shape.group}
-    found = {name: values[name] for name in ("batch", "num_heads", "num_queries", "num_keys", "group")}
-    found |= {
+    numbers = {name: values[name] for name in ("batch", "num_heads", "num_queries", "num_keys", "group")}
+    numbers |= {
         "window_left": left,
         "window_right": right,
         "bottom_right": int(problem.mask.bottom_right),
     }
     if problem.has_ragged_rows:
-        found |= {name: values[name] for name, _ in abi.VARLEN}
+        numbers |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.pages is not None:
-        found |= page_sizes(problem)
-        found |= {"value_page_rows": _value_page_rows(problem)} if build.maps_value else {}
+        numbers |= page_sizes(problem)
+        numbers |= {"value_page_rows": _value_page_rows(problem)} if build.maps_value else {}
     for term in registry.in_struct(problem.features):
-        found |= term.sizes(problem)
+        numbers |= term.sizes(problem)
     if problem.direction == "backward":
-        found |= {name: total.evaluate(values) for name, total in total_tiles(problem, build).items()}
-    return tuple(found.items())
+        numbers |= {name: total.evaluate(values) for name, total in total_tiles(problem, build).items()}
+    return tuple(numbers.items())
 
 
 def _value_page_rows(problem: Problem) -> int:

@@ -91,12 +91,12 @@ def plan_with_tile(
     if missing:
         rule = f"takes no {', '.join(missing)} on {arch}"
         raise NotSupported(refuse("family", chosen, rule, "use family sm80"))
-    build, found = build_for(problem, arch, FAMILIES[chosen].with_options(problem, tile), chosen)
-    found = found or resources.refusals(build, limits)
+    build, refusals = build_for(problem, arch, FAMILIES[chosen].with_options(problem, tile), chosen)
+    refusals = refusals or resources.refusals(build, limits)
     if min(tile.tile_m, tile.tile_n) > 0:  # the rules of a problem count its tiles
-        found += FAMILIES[chosen].refusals(problem, tile)
-    if found:
-        raise DoesNotFit(found)
+        refusals += FAMILIES[chosen].refusals(problem, tile)
+    if refusals:
+        raise DoesNotFit(refusals)
     return plan_of_build(problem, build, count)
 
 

@@ -158,14 +158,14 @@ class AppendProblem:
 
     def operands(self) -> dict[str, Operand]:
         """Returns every array of a problem without objections by name."""
-        found = {}
+        operands = {}
         for name, tensor in self.tensors().items():
             if name in SCALES:
-                found[name] = self._scale(name, tensor)
+                operands[name] = self._scale(name, tensor)
             else:
                 strides = named_strides(name, _strides_of(name), tensor.steps)
-                found[name] = Operand(name, tensor, _AXES[name], strides, name in self.outputs)
-        return found
+                operands[name] = Operand(name, tensor, _AXES[name], strides, name in self.outputs)
+        return operands
 
     def _scale(self, name: str, tensor: Tensor) -> Operand:
         """Returns a scale with the axes of a pool, and stride 0 along those that it does not have."""

@@ -131,11 +131,11 @@ class MergeProblem:
         arrays = self.tensors()
         if not self.is_sum:
             arrays["logsumexp"] = Tensor.contiguous(self.logsumexp_shape, "float32")
-        found = {}
+        operands = {}
         for name in (name for name in axes if name in arrays):
             strides = named_strides(name, ROW_STRIDES, arrays[name].steps) if name in OUTPUTS else {}
-            found[name] = Operand(name, arrays[name], axes[name], strides, name in ("output", "logsumexp"))
-        return found
+            operands[name] = Operand(name, arrays[name], axes[name], strides, name in ("output", "logsumexp"))
+        return operands
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that the problem has, by name."""

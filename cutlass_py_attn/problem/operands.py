@@ -58,9 +58,9 @@ def named_strides(name: str, axes: tuple[str, ...], strides: tuple[int, ...]) ->
 def of_problem(problem: Problem) -> dict[str, Operand]:
     """Returns every array of a problem without objections by name, in the order in which a launch names them."""
     logsumexp = replace(Tensor.contiguous(problem.shape.logsumexp, "float32"), alignment=F32_BYTES)
-    found = {name: of_tensor(problem, name) for name in problem.tensors()}
-    found["logsumexp"] = Operand("logsumexp", logsumexp, LOGSUMEXP, {}, problem.direction == "forward")
-    return found | {name: _vector(problem, name, tensor) for name, tensor in problem.vectors().items()}
+    operands = {name: of_tensor(problem, name) for name in problem.tensors()}
+    operands["logsumexp"] = Operand("logsumexp", logsumexp, LOGSUMEXP, {}, problem.direction == "forward")
+    return operands | {name: _vector(problem, name, tensor) for name, tensor in problem.vectors().items()}
 
 
 def of_tensor(problem: Problem, name: str) -> Operand:

@@ -97,10 +97,10 @@ def query_sums(build: Build) -> list[BufferRule]:
     is_zeroed = not delta_clears_sums(build)
     pieces = times(NUM_HEADS * TOTAL_TILES, dq_pieces(build))
     piece_bytes = build.tile_m * dq_piece_columns(build) * F32_BYTES
-    found = [BufferRule("grad_query_accum", pieces * piece_bytes, is_zeroed=is_zeroed)]
+    buffers = [BufferRule("grad_query_accum", pieces * piece_bytes, is_zeroed=is_zeroed)]
     if build.deterministic:
-        found.append(BufferRule("dq_semaphore", pieces * WORD_BYTES, is_zeroed=is_zeroed))
-    return found
+        buffers.append(BufferRule("dq_semaphore", pieces * WORD_BYTES, is_zeroed=is_zeroed))
+    return buffers
 
 
 def workspace(build: Build, sums: Iterable[BufferRule]) -> tuple[BufferRule, ...]:

@@ -192,16 +192,18 @@ def _backward_workspace(build: Build) -> tuple[BufferRule, ...]:
         int32 counts of the parts that warps have added
     tile_count_semaphore: int32 count of key tiles that have started
     """
-    found = backward_parts.query_sums(build)
+    buffers = backward_parts.query_sums(build)
     if build.variant == QUERY_HEADS:
         for name, columns in (("grad_key_accum", build.columns), ("grad_value_accum", build.columns_value)):
             size = NUM_HEADS_KEY * TOTAL_KEY_TILES * (build.tile_n * columns * F32_BYTES)
-            found.append(BufferRule(name, size, is_zeroed=True))
+            buffers.append(BufferRule(name, size, is_zeroed=True))
     if SHARED_END in build.options:
-        found.append(BufferRule("shared_sums", shared_tiles.sums_bytes(build), condition=Name("shared_key_tiles") > 0))
+        buffers.append(
+            BufferRule("shared_sums", shared_tiles.sums_bytes(build), condition=Name("shared_key_tiles") > 0)
+        )
     is_zeroed = not delta_clears_sums(build)
-    found.append(BufferRule("tile_count_semaphore", Number(WORD_BYTES), is_zeroed=is_zeroed))
-    return backward_parts.workspace(build, found)
+    buffers.append(BufferRule("tile_count_semaphore", Number(WORD_BYTES), is_zeroed=is_zeroed))
+    return backward_parts.workspace(build, buffers)
 
 
 def _per_head_workspace(build: Build) -> tuple[BufferRule, ...]:
