@@ -196,6 +196,12 @@ LATENT_CODES: Fields = (
     *_strided("key_scale", axes=TILE_AXES),
 )
 
+# Only in kernels of mask form "ranges": the arrays of launch/tile_lists.py, and strides (elements) of key_ranges.
+KEY_RANGES: Fields = (
+    *((name, "i64") for name in ("work_list", "tile_entries")),
+    *_strided("key_ranges", axes=("batch", "head")),
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -256,6 +262,8 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *SHARED_QUERIES_FIELDS)
     if uses_wgmma(build):
         fields = (*fields, *GRAD_BIAS_FIELDS)
+    if build.form.has_ranges:
+        fields = (*fields, *KEY_RANGES)
     if build.kind == "append" and build.variant:
         fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:

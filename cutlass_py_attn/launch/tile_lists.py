@@ -25,6 +25,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from cutlass_py_attn.problem.tensors import WORD_BYTES
+
 RECORD_WORDS: Final = 8
 RANGES_PADDING: Final = 128  # queries; the largest query tile of a kernel that copies the ranges of a tile
 RANGE_WORDS: Final = 2
+RANGE_BYTES: Final = RANGE_WORDS * WORD_BYTES

@@ -47,11 +47,11 @@ def builds_for(
             options=tile.options or (),
             **decided,
         )
-        yield _finished(build)
+        yield finish(build)
 
 
 def _decided_by(problem: Problem) -> dict[str, Any]:
-    """Returns the fields of a Build that do not depend on the tile, and those that `_finished` replaces."""
+    """Returns the fields of a Build that do not depend on the tile, and those that `finish` replaces."""
     shape = problem.shape
     none = (0, 0)
     return {
@@ -77,7 +77,7 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _finished(build: Build) -> tuple[Build, list[Refusal]]:
+def finish(build: Build) -> tuple[Build, list[Refusal]]:
     """Returns the Build with warps of each product and a shared-memory map, or why no kernel body can be built so."""
     refused = build_rules.refusals(build)
     if refused:

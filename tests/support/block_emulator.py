@@ -475,15 +475,18 @@ def emulate(
     seed: int,
     block: type[EmulatedBlock] = EmulatedBlock,
     outputs: tuple[str, ...] = ("output", "logsumexp"),
+    lists: dict[str, Array] | None = None,
 ) -> dict[str, Array]:
     """Executes the launches of a plan, and returns its outputs; NaN where nothing was written.
 
-    arrays: the inputs of the case. block: executes one thread block. outputs: their names. AssertionError if a byte
-    outside of the outputs and the workspace changed.
+    arrays: the inputs of the case. block: executes one thread block. outputs: their names. lists: int32 arrays of the
+    kernels that no problem has. AssertionError if a byte outside of the outputs and the workspace changed.
     """
     problem = case.problem()
     logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
     tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
+    tensors |= {name: Tensor.contiguous(array.shape, "int32") for name, array in (lists or {}).items()}
+    arrays = arrays | (lists or {})
     random = np.random.default_rng(seed)
     of_launches = max(launch.shared_memory_bytes for launch in plan.launches)
     shared = random.integers(0, 256, SHARED + of_launches, np.uint8)

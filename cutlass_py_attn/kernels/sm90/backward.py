@@ -41,6 +41,9 @@ Variants ds_registers and key_registers keep dS^T in registers, and less is read
 P^T and dS^T take turns in the same registers: 6 of the iteration before ends before P is converted, and 5 before dS is;
 where 5 is issued first, it ends with 3.
 
+With mask form "ranges", the tiles and their order come from lists in memory (sm90/listed_tiles.py), and the ranges of a
+query tile's rows are loaded with its grad_output (sm90/block_ranges.py).
+
 Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py. Each consumer warp copies
 the bias of its keys and of the next query block after 5: sm90/transposed_bias.py. One warp of the first warpgroup
 writes dS as the gradient of the bias: sm90/grad_bias_store.py.
@@ -62,7 +65,7 @@ from cutlass_py_attn.kernels.backward_parts.postprocess import BackwardPostproce
 from cutlass_py_attn.kernels.common import dependent_launch, dropout, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma
+from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view
 from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_v, matmul_qk
 from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
@@ -75,6 +78,7 @@ from cutlass_py_attn.kernels.sm90.backward_kernel import (
     store_key_gradient,
 )
 from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatistics
+from cutlass_py_attn.kernels.sm90.block_ranges import BlockRanges
 from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
 from cutlass_py_attn.kernels.sm90.grad_bias import GradBiasSm90
 from cutlass_py_attn.kernels.sm90.grad_bias_store import GradBiasStore
@@ -90,16 +94,19 @@ from cutlass_py_attn.kernels.sm90.key_tile_scheduler import (
     SharedEndKeyTileScheduler,
 )
 from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
+from cutlass_py_attn.kernels.sm90.listed_tiles import ListedKeyTileScheduler, ListedQueryTileOrder
 from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.kernels.sm90.schedule import schedule_of
 from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
 from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.grad_bias import uses_wgmma
+from cutlass_py_attn.launch.tile_lists import RANGE_BYTES
 from cutlass_py_attn.launch.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
 from cutlass_py_attn.problem.tensors import F32_BYTES
 
@@ -191,11 +198,14 @@ class BackwardSm90:
         self.dtype = DTYPES[build.dtype]
         self.smem = BackwardSmem(build)
         self.shared_sums = SharedTileSums(build) if SHARED_END in build.options else None
+        self.ranges = BlockRanges(build) if build.form.has_ranges else None
         default = KeyTileScheduler if self.shared_sums is None else SharedEndKeyTileScheduler
+        default = default if self.ranges is None else ListedKeyTileScheduler
+        order = QueryTileOrder if self.ranges is None else ListedQueryTileOrder
         self.scheduler = SCHEDULERS.get(build.variant, default)(build)
         self.grad_query = grad_query(build, BackwardBarrier.GRAD_QUERY)
-        self.tile_order = QueryTileOrder(build)
-        self.block_order = QueryTileOrder(build, self.smem.blocks)
+        self.tile_order = order(build)
+        self.block_order = order(build, self.smem.blocks)
         self.grad_bias = GradBiasStore(build, self.tile_order) if build.maps_grad_bias else None
         self.scores = TransposedScores(build)
         self.statistics = RowStatistics(build, self.grad_query.accum)
@@ -215,11 +225,12 @@ class BackwardSm90:
         """Creates the pipelines of query, grad_output, key, value and dS."""
         build, warps = self.build, self.consumers // WARP_THREADS
         statistics = build.block_queries * F32_BYTES
+        ranges = 0 if self.ranges is None else build.block_queries * RANGE_BYTES
         record_warps = (ADDING_WARPS if self.adds_in_order else 0) + (1 if build.maps_grad_bias else 0)
         key_readers = self.consumers + WARPGROUP_THREADS + record_warps * WARP_THREADS
         specs = {
             "query": PipelineSpec(build.query_stages, warps, statistics),
-            "grad_output": PipelineSpec(build.grad_output_stages, self.consumers, statistics),
+            "grad_output": PipelineSpec(build.grad_output_stages, self.consumers, statistics + ranges),
             "key": PipelineSpec(build.key_stages, key_readers, 0),
             "value": PipelineSpec(1, warps, 0),
         }
@@ -265,7 +276,7 @@ class BackwardSm90:
         if cutlass.const_expr(build.deterministic):  # the first number comes from a counter that delta clears
             dependent_launch.wait_for_previous(build, "main")
         total, number = self.scheduler.total(p), self.scheduler.first_number(p)
-        cursor = self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor(p)
         while number < total:
             work_tile, cursor = self.scheduler.numbered_tile(p, number, cursor)
             of = work_tile.seqlen
@@ -276,8 +287,9 @@ class BackwardSm90:
             block = self.block_order.first(p, work_tile)
             iterations = self.smem.blocks * self.tile_order.num_tiles(p, work_tile)
             for iteration in cutlass.range(iterations, unroll=1):
-                query_at = tma.tile_coordinates(build, block.index * build.block_queries, block.head, of, "query")
-                row = self.statistics.row(p, of.first_tile, block)
+                visited = self.block_order.visited(p, block)
+                query_at = tma.tile_coordinates(build, visited.index * build.block_queries, visited.head, of, "query")
+                row = self.statistics.row(p, of.first_tile, visited)
                 pipelines.load(build, pipes.q, at_q, "query", maps.q, query_at)
                 if iteration == 0:  # delta writes the statistics, the sums and the counter, and nothing loaded so far
                     dependent_launch.wait_for_previous(build, "main")
@@ -287,6 +299,8 @@ class BackwardSm90:
                     pipelines.load(build, pipes.v, self.value_state(at_k, at_v), "value", maps.v, key_at)
                 pipelines.load(build, pipes.do, at_do, "grad_output", maps.do, query_at)
                 self.statistics.load(pipes.do, "delta", p.delta, row, at_do)
+                if cutlass.const_expr(self.ranges is not None):
+                    self.ranges.load(p, pipes.do, of.index, visited, at_do)
                 at_do.advance()
                 block = self.block_order.next(work_tile, block)
             at_k.advance()
@@ -362,7 +376,8 @@ class BackwardSm90:
             block = self.tile_order.first(p, work_tile)
             keys = self.grad_query.gemm.key_operand(self.smem.key_tile(at_k), thread)
             for _ in cutlass.range(self.tile_order.num_tiles(p, work_tile), unroll=1):
-                target = self.grad_query.target(p, work_tile, block, thread, state)
+                visited = self.tile_order.visited(p, block)
+                target = self.grad_query.target(p, work_tile, visited, thread, state)
                 pipes.ds.consumer_wait(at)
                 release = functools.partial(arrive, pipes.ds.sync_object_empty, at.index)
                 operands = DsK(s_ds[None, None, at.index], keys)
@@ -540,8 +555,23 @@ class BackwardSm90:
 
     def convert_weights(self, consumer: Consumer, turn: Turn) -> None:
         """2  Masks and converts P."""
-        self.scores.mask(consumer.gemms.mma_qk, consumer.r_s, turn.tile, turn.thread)
+        if self.ranges is None:
+            self.scores.mask(consumer.gemms.mma_qk, consumer.r_s, turn.tile, turn.thread)
+        else:
+            self.mask_by_ranges(consumer, turn)
         turn.weights = self.scores.operands(consumer.r_s, turn.r_derivative, consumer.r_kept)
+
+    @cute.jit
+    def mask_by_ranges(self, consumer: Consumer, turn: Turn):
+        """Sets weights outside of the ranges of their queries to zero, in a query tile that has any.
+
+        The ranges are loaded with grad_output, which every query tile waits for again.
+        """
+        if turn.block.index < turn.work_tile.partial_end:
+            consumer.pipes.do.consumer_wait(turn.at)
+            coordinates = self.scores.coordinates(consumer.gemms.mma_qk, turn.thread)
+            key0 = turn.tile.key_tile * self.build.tile_n
+            self.ranges.mask(swap_view(row_view(consumer.r_s)), coordinates, turn.at.index, key0)
 
     def wait_for_grad_output(self, consumer: Consumer, turn: Turn) -> None:
         """Waits for grad_output of this query block."""

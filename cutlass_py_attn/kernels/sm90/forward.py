@@ -16,6 +16,9 @@ wait for no maximum of the tile. The masked key tiles of a window come before an
 maximum by far, the warpgroup computes S again, then the maxima. With option halves, S of such a tile is two products,
 and the exponentials of the first half run during the second.
 
+With mask form "ranges", the tiles and their order come from lists in memory (listed_tiles.py): the producer warp reads
+every number of a key tile, and consumers those of tiles in which a range ends (row_ranges.py).
+
 With option shared_end, all blocks share the keys of the last query tiles; in variant split_kv those of every query tile
 (join_parts.py).
 
@@ -34,6 +37,7 @@ import cutlass.experimental.primitives as prim
 import cutlass.pipeline as pipeline
 from cutlass import Float32, GridConstant, Int32
 
+from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import dependent_launch, logsumexp, masking, params, seqlen_info, tile_copy, tma
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
@@ -47,7 +51,9 @@ from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
 from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
+from cutlass_py_attn.kernels.sm90.listed_tiles import ListedTileScheduler, entry
 from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads
+from cutlass_py_attn.kernels.sm90.row_ranges import RowRanges
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
 from cutlass_py_attn.kernels.sm90.tile_scheduler import (
@@ -100,6 +106,7 @@ class ConsumerState:
     r_p, r_o: P in the operands' dtype, and the accumulator of O
     softmax: the running softmax of the rows that the thread holds
     scale_log2: factor of the scores in the exponent
+    r_ranges: the keys that the rows see, with mask form "ranges"
     key_scale, value_scale: of a work tile's e4m3 codes: factors of the scores before score terms, and of the output
     """
 
@@ -113,6 +120,7 @@ class ConsumerState:
     r_o: cute.Tensor
     softmax: ChainedSoftmax
     scale_log2: Any
+    r_ranges: cute.Tensor | None = None
     key_scale: Any = None
     value_scale: Any = None
 
@@ -126,8 +134,10 @@ class ForwardSm90:
         self.mma_qk = Wgmma(matmul_qk.spec(build), build.dtype)
         self.mma_pv = Wgmma(matmul_pv.spec(build), build.dtype)
         self.score_mod = ScoreModRegisters(build)
+        self.ranges = RowRanges(build) if build.form.has_ranges else None
         is_cluster = build.variant == MULTICAST
         dense = LastRoundsScheduler if deals_last_rounds(build) else TileScheduler
+        dense = dense if self.ranges is None else ListedTileScheduler
         self.scheduler = ClusterTileScheduler(build) if is_cluster else dense(build)
         self.join = None
         if build.shares_query_tiles:
@@ -215,15 +225,17 @@ class ForwardSm90:
         """Producer warp: loads the query tile and its key and value tiles, one work tile after the other."""
         build = self.build
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
-        cursor = self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor(p)
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
+            cursor = self.scheduler.next_cursor(p, wave, cursor)
             seqlen, key_head = work.seqlen, seqlen_info.key_head(build, p, work.head)
             coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, seqlen, "query")
             pipelines.load(build, pipes.query, q_state, "query", maps[0], coordinates)
             q_state.advance()
             for i in cutlass.range(work.end - work.first, unroll=1):
-                coordinates = tma.tile_coordinates(build, (work.end - 1 - i) * build.tile_n, key_head, seqlen, "key")
+                key_tile = self.key_tile_to_load(p, work, i)
+                coordinates = tma.tile_coordinates(build, key_tile * build.tile_n, key_head, seqlen, "key")
                 self.cluster.load(pipes.key, k_state, "key", maps[1], coordinates)
                 k_state.advance()
                 self.cluster.load(pipes.value, v_state, "value", maps[2], coordinates)
@@ -232,17 +244,22 @@ class ForwardSm90:
         pipes.key.producer_tail(k_state)
         pipes.value.producer_tail(v_state)
 
+    def key_tile_to_load(self, p: Any, work: WorkTile, index: Any) -> Int32:
+        """Returns the key tile that a work tile visits as number `index`."""
+        return work.end - 1 - index if self.ranges is None else entry(p, work.first + index)
+
     @cute.jit
     def mma(self, p: Any, pipes: Any, thread: Int32):
         """Consumer warpgroups: 64 rows of each query tile each."""
-        build = self.build
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         next_q_state, _, _ = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         consumer = self.consumer_state(p, thread)
         r_s, r_o = self.mma_qk.accumulator(thread), consumer.r_o
         if thread >= self.consumers - WARPGROUP_THREADS:
             self.warp_scheduler_arrive(thread)
-        waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor()
+        waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor(p)
+        if cutlass.const_expr(self.ranges is not None):
+            self.ranges.load(p, cursor, consumer.coordinates, consumer.r_ranges)
         if cutlass.const_expr(self.overlaps_epilogue):
             k_state = self.skip_key_tiles(p, pipes, k_state, Int32(0), waves, cursor)
             self.issue_first(pipes, consumer, r_s, next_q_state, k_state, waves > 0)
@@ -258,7 +275,7 @@ class ForwardSm90:
             consumer.softmax.reset()
             r_o.fill(0.0)
             skipped = self.scheduler.skipped_key_tiles(work)
-            last = work.end - skipped - 1
+            last = work.end - skipped - 1 if cutlass.const_expr(self.ranges is None) else work.key_tile
             # 1  S = Q K^T of the last key tile, unless it was issued at the end of the work tile before
             if cutlass.const_expr(not self.overlaps_epilogue):
                 k_state = self.cluster.skip(pipes.key, k_state, skipped)
@@ -276,15 +293,13 @@ class ForwardSm90:
             scaled.softmax.weights(row_view(r_s), scaled.scale_log2)
             self.convert_weights(scaled.r_p, r_s, dropout_bits)
             # Most key tiles are whole, and their loop has neither a mask nor a branch around one.
-            splits = splits_key_loop(build)
-            spans = tile_order.key_tile_spans(
-                work.band, work.tile, work.first, last, build.tile_m, build.tile_n, splits=splits
-            )
+            spans = self.spans(work, last)
             for index in cutlass.range_constexpr(len(spans)):
                 span = spans[index]
                 for i in cutlass.range(span.end - span.first, unroll=1):
+                    key_tile = self.key_tile_of_span(p, span, i)
                     k_state, v_state = self.mma_key_tile(
-                        p, pipes, scaled, (work, span.end - 1 - i), operands, span.is_whole, q_state, k_state, v_state
+                        p, pipes, scaled, (work, key_tile), operands, span.is_whole, q_state, k_state, v_state
                     )
             pipes.query.consumer_release(q_state)
             q_state.advance()
@@ -301,6 +316,9 @@ class ForwardSm90:
             self.mma_pv.wait(1 if self.overlaps_epilogue else 0)
             self.cluster.release(pipes.value, v_state)
             v_state.advance()
+            if cutlass.const_expr(self.ranges is not None):  # of the next work tile, while this one is stored
+                cursor = self.scheduler.next_cursor(p, wave, cursor)
+                self.ranges.load(p, cursor, consumer.coordinates, consumer.r_ranges)
             # 4  normalise, store the logsumexp and the output tile
             self.store(p, work, scaled)
             if cutlass.const_expr(self.overlaps_epilogue):
@@ -308,6 +326,24 @@ class ForwardSm90:
                 self.scale_keys(r_s, consumer, k_state)
                 self.release_first(pipes, k_state, wave + 1 < waves)
                 k_state.advance()
+
+    def spans(self, work: WorkTile, last: Int32) -> tuple[tile_order.KeyTileSpan, ...]:
+        """Returns the key tiles that a work tile visits after the first one, or their places in its list, as spans."""
+        build, second = self.build, work.first + 1
+        if self.ranges is None:
+            return tile_order.key_tile_spans(
+                work.band, work.tile, work.first, last, build.tile_m, build.tile_n, splits=splits_key_loop(build)
+            )
+        return (
+            tile_order.KeyTileSpan(second, work.partial_end, is_whole=False),
+            tile_order.KeyTileSpan(larger(work.partial_end, second), work.end, is_whole=True),
+        )
+
+    def key_tile_of_span(self, p: Any, span: tile_order.KeyTileSpan, index: Any) -> Int32:
+        """Returns the key tile that a span visits as number `index`; any number for a whole one of a list."""
+        if self.ranges is None:
+            return span.end - 1 - index
+        return Int32(0) if span.is_whole else entry(p, span.first + index)
 
     @cute.jit
     def mma_key_tile(
@@ -439,6 +475,7 @@ class ForwardSm90:
             r_o=self.mma_pv.accumulator(thread),
             softmax=kind(rows, cute.make_rmem_tensor(rows, Float32)),
             scale_log2=Float32(1.0) if self.score_mod.present else safe_scale(p.scale_log2),
+            r_ranges=None if self.ranges is None else self.ranges.registers(rows),
         )
 
     def with_scales(self, p: Any, work: WorkTile, consumer: ConsumerState) -> ConsumerState:
@@ -502,7 +539,11 @@ class ForwardSm90:
     @cute.jit
     def mask_if_needed(self, work: Any, key_tile: Int32, r_s: cute.Tensor, consumer: Any):
         """Masks a tile of S that has a masked pair."""
-        if tile_order.needs_mask(work.band, work.tile, key_tile, self.build.tile_m, self.build.tile_n):
+        if cutlass.const_expr(self.ranges is not None):
+            if work.first < work.partial_end:
+                key0 = key_tile * self.build.tile_n
+                self.ranges.mask(row_view(r_s), consumer.coordinates, key0, consumer.r_ranges)
+        elif tile_order.needs_mask(work.band, work.tile, key_tile, self.build.tile_m, self.build.tile_n):
             mask = masking.mask_by_bits if self.masks_by_bits else masking.mask_scores
             mask(work.band, row_view(r_s), consumer.coordinates, self.tile_origin(work, key_tile))
 
@@ -625,7 +666,7 @@ class PagedForwardSm90(ForwardSm90):
         """`load` with `count` boxes a tile of key and value."""
         build = self.build
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
-        cursor = self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor(p)
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
             coordinates = tma.tile_coordinates(build, work.tile * build.tile_m, work.head, work.seqlen, "query")

@@ -19,6 +19,7 @@ from typing import Final
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
+from cutlass_py_attn.launch.tile_lists import RANGE_BYTES
 from cutlass_py_attn.launch.variants import (
     KEY_REGISTERS,
     PER_HEAD,
@@ -145,9 +146,9 @@ def backward_map(build: Build) -> tuple[Buffer, ...]:
 def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
     """Places the stages of every operand, of dS and of the row statistics, and what the warpgroups exchange.
 
-    Also the staged dQ, the dropout bits, a full and an empty barrier for each stage, and the records of work tiles.
-    With one block per head there is one more barrier, for the loads of the dQ sum. If dQ is added in order, two warps
-    that add the staged dQ have two barriers each.
+    Also the staged dQ, the ranges of keys, the dropout bits, a full and an empty barrier for each stage, and the
+    records of work tiles. With one block per head there is one more barrier, for the loads of the dQ sum. If dQ is
+    added in order, two warps that add the staged dQ have two barriers each.
     """
     dtype, tile_m, tile_n = build.dtype, build.tile_m, build.tile_n
     query_stages, grad_output_stages, rows = build.query_stages, build.grad_output_stages, build.block_queries
@@ -161,6 +162,7 @@ def _backward_with(build: Build, dropout_tiles: int) -> tuple[Buffer, ...]:
         ("grad_output", grad_output_stages * tile_bytes(dtype, rows, build.columns_value), 0, 5),
         ("ds", ds_stages * tile_bytes(dtype, tile_m, tile_n), 4, 7),
         ("staging", grad_query_bytes(build), 7, 7),
+        ("key_ranges", grad_output_stages * rows * RANGE_BYTES if build.form.has_ranges else 0, 0, 2),
         ("logsumexp", query_stages * rows * F32_BYTES, 0, 2),
         ("delta", grad_output_stages * rows * F32_BYTES, 0, 4),
         ("bias", tile_bytes(dtype, rows, tile_n) if build.has("bias") else 0, 0, 2),

@@ -56,6 +56,10 @@ class QueryTileOrder:
         second = self.next(work_tile, first)
         return QueryBlock(choose(skips == 1, second.head, first.head), choose(skips == 1, second.index, first.index))
 
+    def visited(self, p: Any, block: QueryBlock) -> QueryBlock:
+        """Returns the query block that the iteration of `block` visits."""
+        return block
+
     def next(self, work_tile: WorkTile, block: QueryBlock) -> QueryBlock:
         """Returns the query block of the iteration after that of `block`."""
         following = block.index + 1

@@ -40,6 +40,8 @@ class WorkTile:
     part: number of the part, if blocks share the key tiles of a query tile; -1 for all key tiles. In the backward the
         number of the shared key tile; -1 for all query tiles.
     is_empty: whether the part has no key tile. It then computes the first one, and its result has no weight.
+    partial_end, key_tile: with tile lists (launch/tile_lists.py), of which first and end are places: the place of the
+        first whole tile, and the key tile as which tiles are masked.
     """
 
     seqlen: seqlen_info.SeqlenInfo
@@ -50,6 +52,8 @@ class WorkTile:
     end: Any
     part: Any = -1
     is_empty: Any = False
+    partial_end: Any = 0
+    key_tile: Any = 0
 
 
 class TileScheduler:
@@ -66,9 +70,13 @@ class TileScheduler:
         item_bytes = E4M3_BYTES if build.has(registry.KV8) else build.item_bytes
         self.bytes_of_key = item_bytes * (build.head_dim + build.head_dim_value)
 
-    def initial_cursor(self) -> Cursor:
-        """Returns the cursor of the first tile."""
+    def initial_cursor(self, p: Any) -> Any:
+        """Returns the cursor of this worker's first tile."""
         return Cursor(Int32(0), Int32(0))
+
+    def next_cursor(self, p: Any, wave: Int32, cursor: Any) -> Any:
+        """Returns the cursor of the tile after that of `wave`; cursor: what `work_tile` returned."""
+        return cursor
 
     def num_waves(self, p: Any) -> Int32:
         """Returns the number of waves that have a tile for this worker. All threads of a warp call this."""
@@ -265,7 +273,7 @@ class SplitKeysScheduler(TileScheduler):
 
     def shared_tile(self, p: Any, number: Int32, shared: Int32) -> WorkTile:
         """Returns tile `number` of the `shared` ones, which are all, with all of its key tiles."""
-        return self.numbered_tile(p, number, self.initial_cursor())[0]
+        return self.numbered_tile(p, number, self.initial_cursor(p))[0]
 
     def numbered_tile(self, p: Any, number: Int32, cursor: Cursor) -> tuple[WorkTile, Cursor]:
         """Returns tile `number` with all of its key tiles, and the cursor for the next call."""

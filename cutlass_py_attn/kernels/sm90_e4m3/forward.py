@@ -95,6 +95,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         self.mma_qk = Wgmma(matmul_qk.spec(build), build.dtype)
         self.mma_pv = Wgmma(output, build.dtype)
         self.scheduler = LastRoundsScheduler(build) if deals_last_rounds(build) else TileScheduler(build)
+        self.ranges = None
         self.cluster = SingleCta(build)
         self.transpose = ValueTranspose(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
@@ -140,7 +141,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         stages = num_stages(self.build)["value"]
         (read_state,) = pipelines.states(pipeline.PipelineUserType.Consumer, stages)
         (write_state,) = pipelines.states(pipeline.PipelineUserType.Producer, stages)
-        cursor = self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor(p)
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
             for _ in cutlass.range(work.end - work.first, unroll=1):
@@ -164,7 +165,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         r_s = self.mma_qk.accumulator(thread)
         if thread >= self.consumers - WARPGROUP_THREADS:
             self.warp_scheduler_arrive(thread)
-        waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor()
+        waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor(p)
         if cutlass.const_expr(self.overlaps_epilogue):
             self.issue_first(pipes, consumer, r_s, next_q_state, k_state, waves > 0)
             self.mma_qk.wait()

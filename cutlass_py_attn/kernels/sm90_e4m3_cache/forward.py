@@ -97,7 +97,7 @@ class ForwardE4m3CacheSm90(ForwardSm90):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         held, entries, next_entries = self.tiles.held_codes(), self.tiles.held_entries(), self.tiles.held_entries()
-        cursor = self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor(p)
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
             seqlen, num_keys = work.seqlen, work.seqlen.num_keys

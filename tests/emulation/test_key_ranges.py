@@ -1,0 +1,134 @@
+"""Kernels of mask form "ranges": their machine code executed on the lists and ranges that plan/tile_lists.py makes.
+
+Some queries see no key, some keys no query, and some tiles have no visible pair. Lengths are off the tiles, and
+persistent blocks have several work tiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.reference import numpy_reference
+from cutlass_py_attn.testing.cases import Case
+from tests.support.backward_block import BackwardBlock
+from tests.support.block_emulator import EmulatedBlock, emulate
+from tests.support.listed_plans import BACKWARD, FORWARD, ListedPlan, listed_plan
+from tests.support.machine_code import MachineCode
+
+ERROR = 0.004  # relative L2 error of 16-bit operands
+LOGSUMEXP = 1e-3
+RUNS = (0, 1, 3, 5), (0, 0, 0, 0), (1, 2, 0, 0), (0, 2, 3, 4)  # first and end of key tiles that query tiles see
+KEPT = np.array([[a <= tile < b or c <= tile < d for tile in range(5)] for a, b, c, d in RUNS])
+EMPTY_TILE = slice(128, 256)  # of queries that see no key
+
+
+def random_ranges(shape: Shape, seed: int, axes: tuple[int, int]) -> KeyRanges:
+    """Returns any ranges of (batch, heads) `axes`; a tenth of them is empty."""
+    random = np.random.default_rng(seed)
+    edges = np.sort(random.integers(0, shape.num_keys + 1, (2, *axes, shape.num_queries)), axis=0)
+    edges[:, random.random(edges.shape[1:]) < 0.1] = 0
+    edges[..., EMPTY_TILE] = 0
+    return KeyRanges(*edges)
+
+
+def documents(shape: Shape, seed: int, axes: tuple[int, int]) -> KeyRanges:
+    """Returns documents of random lengths, others for each head, within a causal mask."""
+    random = np.random.default_rng(seed)
+    start, end = np.zeros((2, *axes, shape.num_queries), np.int64)
+    for head in np.ndindex(axes):
+        cuts = [0, *sorted(random.choice(np.arange(1, shape.num_queries), 3, replace=False)), shape.num_queries]
+        for first, last in itertools.pairwise(cuts):
+            start[head][first:last], end[head][first:last] = first, last
+    return KeyRanges(start, end).within(Causal(), shape.num_keys)
+
+
+def everything(shape: Shape, seed: int, axes: tuple[int, int]) -> KeyRanges:
+    """Returns ranges of all keys."""
+    start = np.zeros((*axes, shape.num_queries), np.int64)
+    return KeyRanges(start, start + shape.num_keys)
+
+
+def check(case: Case, listed: ListedPlan, ptx: str, ranges: KeyRanges, *, is_eager: bool) -> None:
+    """Executes the kernels and compares the results with those in float64. ranges: which keys the queries see."""
+    shape, arrays, options = case.problem().shape, case.arrays(), {"mask": ranges}
+    operands = [arrays[name] for name in ("query", "key", "value")]
+    options["score_mod"] = case.score_mod(arrays)
+    output, logsumexp = numpy_reference.forward(*operands, **options)
+    expected, block = {"output": output}, EmulatedBlock
+    if case.direction == "backward":
+        block = BackwardBlock
+        arrays |= {"output": output.astype(arrays["query"].dtype), "logsumexp": logsumexp}
+        gradients = numpy_reference.backward(arrays["grad_output"], *operands, arrays["output"], logsumexp, **options)
+        expected = {f"grad_{name}": getattr(gradients, name) for name in case.problem().gradients}
+    found = emulate(
+        case, listed.plan, ptx, arrays, is_eager=is_eager, seed=7, block=block,
+        outputs=(*expected, *(("logsumexp",) if case.direction == "forward" else ())),
+        lists=listed.lists,
+    )  # fmt: skip
+    heads = shape.num_heads_key, shape.group
+    seen = np.broadcast_to(
+        ranges.materialise(shape.num_keys), (shape.batch, shape.num_heads, shape.num_queries, shape.num_keys)
+    )
+    unseen = {
+        "query": ~seen.any(axis=3).swapaxes(1, 2),
+        "key": ~seen.any(axis=2).reshape(shape.batch, *heads, shape.num_keys).all(axis=2).swapaxes(1, 2),
+    }
+    for name, truth in expected.items():
+        result = found[name].astype(np.float64)
+        assert np.linalg.norm(result - truth) < ERROR * np.linalg.norm(truth), name
+        if name != "grad_sinks":
+            assert not result[unseen["query" if name in ("output", "grad_query") else "key"]].any(), name
+    if case.direction == "forward":
+        results = (each[..., : shape.num_queries] for each in (found["logsumexp"], logsumexp))
+        np.testing.assert_allclose(*results, rtol=0, atol=LOGSUMEXP)
+
+
+@pytest.mark.parametrize(
+    ("line", "make", "axes", "tile", "num_sms", "is_eager"),
+    [
+        ("forward bf16_d128_q300_s420_b1_h2k1", random_ranges, (1, 2), FORWARD[128], 1, False),
+        ("forward bf16_d128_q384_s384_b2_h1", documents, (2, 1), FORWARD[128], 2, True),
+        ("forward bf16_d128_q200_s640_b1_h2", everything, (1, 1), FORWARD[128], 2, False),
+        ("forward bf16_d64_q500_s420_b1_h2k1", random_ranges, (1, 1), FORWARD[64], 1, True),
+        ("forward bf16_d64_q300_s420_b2_h1_sinks", random_ranges, (1, 1), "128x128x12:2-speculative", 2, False),
+        ("forward f16_d128_q300_s300_b1_h1", random_ranges, (1, 1), "128x128x12:2", 1, True),
+        ("backward bf16_d128_q300_s420_b1_h2k1", random_ranges, (1, 2), BACKWARD[128], 2, False),
+        ("backward bf16_d128_q384_s384_b1_h2", documents, (1, 2), BACKWARD[128], 1, True),
+        ("backward bf16_d128_q200_s300_b2_h1", everything, (1, 1), BACKWARD[128], 1, False),
+        ("backward bf16_d64_q300_s420_b1_h2k1", random_ranges, (1, 1), BACKWARD[64], 1, True),
+        ("backward f16_d128_q300_s300_b1_h2k1_sinks", random_ranges, (1, 2), "64x128x16:3,2", 1, True),
+    ],
+)
+def test_ranges(
+    line: str, make: Any, axes: tuple[int, int], tile: str, num_sms: int, is_eager: bool, machine_code: MachineCode
+) -> None:
+    case = Case.parse(f"{line}_full seed=3")
+    ranges = make(case.problem().shape, 5, axes)
+    listed = listed_plan(case.problem(), tile, num_sms, ranges)
+    check(case, listed, machine_code(listed.plan).ptx, ranges, is_eager=is_eager)
+
+
+@pytest.mark.parametrize(
+    ("line", "tile", "is_eager"),
+    [
+        ("forward bf16_d128_q500_s520_b1_h2", FORWARD[128], False),
+        ("backward bf16_d128_q250_s520_b1_h2k1", BACKWARD[128], True),
+        ("backward bf16_d64_q500_s520_b1_h1", BACKWARD[64], False),
+    ],
+)
+def test_lists_without_some_tiles(line: str, tile: str, is_eager: bool, machine_code: MachineCode) -> None:
+    """Every query has the range of all keys, and the lists of whole tiles alone say what it sees."""
+    case = Case.parse(f"{line}_full seed=3")
+    shape, config = case.problem().shape, TileConfig.parse(tile)
+    listed = listed_plan(case.problem(), tile, 2, everything(shape, 0, (1, 1)), KEPT)
+    rows = np.arange(shape.num_queries) // config.tile_m
+    edges = (np.array(RUNS)[rows].T * config.tile_n)[:, None, None]
+    check(case, listed, machine_code(listed.plan).ptx, KeyRanges(*edges), is_eager=is_eager)
