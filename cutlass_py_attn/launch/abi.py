@@ -27,7 +27,14 @@ from cutlass_py_attn.launch.variants import (
     TOTAL,
 )
 from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
-from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE, ROW_ALIGNMENT_BYTES, ROW_STRIDES
+from cutlass_py_attn.problem.tensors import (
+    F32_BYTES,
+    KEY_RANGES,
+    KEY_ROPE,
+    RANGES_STRIDES,
+    ROW_ALIGNMENT_BYTES,
+    ROW_STRIDES,
+)
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -196,10 +203,11 @@ LATENT_CODES: Fields = (
     *_strided("key_scale", axes=TILE_AXES),
 )
 
-# Only in kernels of mask form "ranges": the arrays of launch/tile_lists.py, and strides (elements) of key_ranges.
-KEY_RANGES: Fields = (
+# Only in kernels of mask form "ranges": the arrays of launch/tile_lists.py, and the ranges of keys, whose strides
+# (elements) are 0 along an axis that they do not have.
+LISTED_TILES: Fields = (
     *((name, "i64") for name in ("work_list", "tile_entries")),
-    *_strided("key_ranges", axes=("batch", "head")),
+    *_strided(KEY_RANGES, axes=RANGES_STRIDES),
 )
 
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
@@ -263,7 +271,7 @@ def fields_of(build: Build) -> Fields:
     if uses_wgmma(build):
         fields = (*fields, *GRAD_BIAS_FIELDS)
     if build.form.has_ranges:
-        fields = (*fields, *KEY_RANGES)
+        fields = (*fields, *LISTED_TILES)
     if build.kind == "append" and build.variant:
         fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:

@@ -47,11 +47,11 @@ def builds_for(
             options=tile.options or (),
             **decided,
         )
-        yield finish(build)
+        yield _finished(build)
 
 
 def _decided_by(problem: Problem) -> dict[str, Any]:
-    """Returns the fields of a Build that do not depend on the tile, and those that `finish` replaces."""
+    """Returns the fields of a Build that do not depend on the tile, and those that `_finished` replaces."""
     shape = problem.shape
     none = (0, 0)
     return {
@@ -59,7 +59,7 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
         "dtype": problem.dtype,
         "head_dim": shape.head_dim,
         "head_dim_value": shape.head_dim_value,
-        "mask": str(problem.mask.form),
+        "mask": str(problem.form),
         "warps_scores": none,
         "warps_grad_v": none,
         "warps_grad_k": none,
@@ -77,7 +77,7 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
     }
 
 
-def finish(build: Build) -> tuple[Build, list[Refusal]]:
+def _finished(build: Build) -> tuple[Build, list[Refusal]]:
     """Returns the Build with warps of each product and a shared-memory map, or why no kernel body can be built so."""
     refused = build_rules.refusals(build)
     if refused:

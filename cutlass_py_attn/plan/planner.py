@@ -237,6 +237,9 @@ def problem_refusals(problem: object, direction: str | None = None) -> list[Refu
     if not isinstance(problem, Problem):
         return [refuse("problem", problem, "must be a Problem", "create one, for example with Problem.dense")]
     refusals = problem.refusals()
+    if problem.key_ranges is not None:
+        rule = "must be None: no kernel makes the lists of tiles that the kernels of ranges read"
+        refusals.append(refuse("key_ranges", problem.key_ranges, rule, "use a mask"))
     if not refusals and direction not in (None, problem.direction):
         rule = f"must be {direction}, which plan_{direction} plans"
         refusals.append(refuse("direction", problem.direction, rule, "set it so"))

@@ -16,9 +16,9 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.integers import ceil_div, round_up
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.tile_lists import RANGE_WORDS, RANGES_PADDING, RECORD_WORDS
+from cutlass_py_attn.launch.tile_lists import RECORD_WORDS
 from cutlass_py_attn.problem.key_ranges import KeyRanges
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_WORDS, RANGES_PADDING
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.refusals import refuse
 

@@ -4,7 +4,8 @@ The name of an axis says which launches have the same size:
 
     axis                                                value
     batch, num_heads, num_queries, tokens_q, ...        Shape.sizes, which may differ between launches of one kernel
-    bounds, padded_queries, max_pages, tokens           what follows from these
+    bounds, padded_queries, padded_ranges, max_pages,   what follows from these
+    tokens
     packed, head_dim, bias_0, ...                       the same number in every launch of a kernel
 """
 
@@ -14,7 +15,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, F32_BYTES, KEY_ROPE, OPERANDS, ROW_STRIDES, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    BMHK,
+    F32_BYTES,
+    KEY_RANGES,
+    KEY_ROPE,
+    OPERANDS,
+    RANGES_STRIDES,
+    ROW_STRIDES,
+    Tensor,
+)
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_STRIDES
 
@@ -24,6 +35,7 @@ if TYPE_CHECKING:
 LOGSUMEXP: Final = ("batch", "num_heads", "padded_queries")
 _ROWS: Final = (*BMHK, KEY_ROPE)
 _BIAS: Final = ("batch", "num_heads", "num_queries", "num_keys")
+_RANGES: Final = ("batch", "num_heads", "padded_ranges", "key_ranges_3")
 _GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
 _AXES: Final = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_indptr"), ("bounds",)),
@@ -86,8 +98,9 @@ def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, .
         axes = problem.shape.axes("key" if problem.value_in_key and name == "value" else name)
         return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
     own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
-    if name in BIASES:
-        return tuple(one if size == 1 else axis for one, axis, size in zip(own, _BIAS, shape, strict=True))
+    if name in (*BIASES, KEY_RANGES):
+        full = _RANGES if name == KEY_RANGES else _BIAS
+        return tuple(one if size == 1 else axis for one, axis, size in zip(own, full, shape, strict=True))
     if name in SCALES:
         return own if shape == (1,) else _scale_axes(problem)[len(shape)]
     if name == "page_table":
@@ -110,6 +123,8 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Operand:
     strides: dict[str, int] = {}
     if name == "page_table":
         strides = named_strides(name, ("row",), tensor.strides[:-1])
+    elif name == KEY_RANGES:
+        strides = named_strides(name, RANGES_STRIDES, tensor.steps)
     elif name in SCALES and tensor.shape != (1,):
         of_rows = ("page" if axes[0] == "num_pages" else "batch", "row", "head", "tile")[: len(axes)]
         strides = named_strides(name, of_rows if len(axes) > 2 else ("batch", "head")[-len(axes) :], tensor.steps)

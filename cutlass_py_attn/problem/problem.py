@@ -9,7 +9,7 @@ from typing import Any
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks, operands
-from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.masks import RANGES, Form, Full, Mask
 from cutlass_py_attn.problem.operands import Operand
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.quantization import ROW, SCALES, granularity, output_dtype
@@ -20,6 +20,7 @@ from cutlass_py_attn.problem.tensors import (
     E4M3,
     F32_BYTES,
     FLOAT8,
+    KEY_RANGES,
     KEY_ROPE,
     OPERANDS,
     Sequences,
@@ -45,6 +46,9 @@ class Problem:
     sinks, grad_sinks: float32 (num_heads,); logits that join the denominator of every row, and their gradient
     scale: factor of Q K^T; None for 1/sqrt(head_dim)
     softcap: bound of the scores; 0 for none
+    key_ranges: int32 (batch, num_heads, num_queries padded to a multiple of 128, 2), contiguous; the first key that
+        each query sees, and one past its last, from 0 to num_keys. An axis of size 1 is that of every sequence or head.
+        None for no ranges; with them the mask is Full
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory
     sequences: the variable-length layout; None when all sequences have the length of the tensors
@@ -102,6 +106,7 @@ class Problem:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     key_rope: Tensor | None = None
+    key_ranges: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -161,6 +166,11 @@ class Problem:
             return Shape(batch, num_queries, num_keys, num_heads, head_dim, head_dim_value, num_heads_key)
         lengths = given.count, given.max_seqlen_q, given.max_seqlen_k
         return Shape(*lengths, num_heads, head_dim, head_dim_value, num_heads_key, (num_queries, num_keys))
+
+    @property
+    def form(self) -> Form:
+        """Form of the mask in kernels."""
+        return self.mask.form if self.key_ranges is None else RANGES
 
     @property
     def dtype(self) -> str:
@@ -254,6 +264,8 @@ class Problem:
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
         found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
+        if self.key_ranges is not None:
+            found[KEY_RANGES] = self.key_ranges
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:

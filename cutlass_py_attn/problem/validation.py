@@ -20,6 +20,7 @@ from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
     FLOAT8,
     ITEM_BYTES,
+    KEY_RANGES,
     KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
@@ -44,7 +45,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, KEY_RANGES)
 _REQUIRED: Final = (*OPERANDS, "output")
 _NO_OVERLAP: Final = "an output must not overlap itself"
 _IN_FULL: Final = "allocate it in full"
@@ -71,6 +72,7 @@ def refusals(problem: Problem) -> list[Refusal]:
         *_tensors(sound),
         *quantization.refusals(sound),
         *kinds,
+        *_key_ranges(sound),
         *_options(sound),
         *_gradients(sound),
     ]
@@ -154,6 +156,7 @@ def _ranks(problem: Problem) -> Iterator[Refusal]:
         tensor = getattr(problem, name)
         if isinstance(tensor, Tensor):
             yield from rank_refusals(name, tensor, 4, f"must be 4-D {axes}", "add the missing axes with size 1")
+    yield from stride_refusals({KEY_RANGES: problem.key_ranges})
     for term in registry.terms():
         yield from stride_refusals(term.vectors(problem))
 
@@ -291,6 +294,26 @@ def memory_refusals(name: str, tensor: Tensor, axes: tuple[str, ...], *, is_writ
         yield refuse(f"{axis} stride of {name}", 0, _NO_OVERLAP, _IN_FULL)
     if not repeated and overlaps_itself(tensor.shape, tensor.strides):
         yield refuse(f"{name}.strides", tensor.strides, f"{_NO_OVERLAP} with shape {shape}", _IN_FULL)
+
+
+def _key_ranges(problem: Problem) -> Iterator[Refusal]:
+    ranges, shape = problem.key_ranges, problem.shape.key_ranges
+    if ranges is None:
+        return
+    for name in ("sequences", "pages"):
+        if getattr(problem, name) is not None:
+            yield refuse(KEY_RANGES, ranges, f"must be None with {name}", "leave it None")
+    sizes = zip(ranges.shape, shape, (True, True, False, False), strict=False)
+    is_wrong = any(size != full and not (size == 1 and broadcasts) for size, full, broadcasts in sizes)
+    if is_wrong or len(ranges.shape) != len(shape) or ranges.dtype != "int32":
+        rule = f"must be int32 {shape}; the first two sizes may be 1"
+        yield refuse(KEY_RANGES, ranges, rule, "pad its rows")
+    elif ranges.steps != Tensor.contiguous(ranges.shape, "int32").steps:
+        yield refuse(f"{KEY_RANGES}.strides", ranges.strides, "must be contiguous", "copy it")
+    elif ranges.alignment < ROW_ALIGNMENT_BYTES:
+        yield alignment_refusal(KEY_RANGES, ranges.alignment, ROW_ALIGNMENT_BYTES)
+    if problem.mask.form != "full":
+        yield refuse("mask", problem.mask, "must be Full() with key_ranges", "intersect the ranges with it")
 
 
 def _options(problem: Problem) -> Iterator[Refusal]:

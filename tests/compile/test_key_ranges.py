@@ -33,7 +33,8 @@ def test_machine_code(
     problem = Problem.dense(direction, Shape(2, 4096, 4096, 16, head_dim, head_dim, heads_key), "bfloat16")
     if has_sinks:
         problem = problem.replace(sinks=SINKS, grad_sinks=SINKS if direction == "backward" else None)
-    build = ranges_build(problem, tile)
+    ranges = Tensor.contiguous(problem.shape.key_ranges, "int32")
+    build = ranges_build(problem.replace(key_ranges=ranges), tile)
     made = machine_code(build)
     assert made.allocation.startswith(FIRST)
     assert made.registers == architecture(ARCH).register_limit(build.threads)

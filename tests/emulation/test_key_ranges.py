@@ -69,7 +69,7 @@ def check(case: Case, listed: ListedPlan, ptx: str, ranges: KeyRanges, *, is_eag
         gradients = numpy_reference.backward(arrays["grad_output"], *operands, arrays["output"], logsumexp, **options)
         expected = {f"grad_{name}": getattr(gradients, name) for name in case.problem().gradients}
     found = emulate(
-        case, listed.plan, ptx, arrays, is_eager=is_eager, seed=7, block=block,
+        listed.problem, listed.plan, ptx, arrays, is_eager=is_eager, seed=7, block=block,
         outputs=(*expected, *(("logsumexp",) if case.direction == "forward" else ())),
         lists=listed.lists,
     )  # fmt: skip

@@ -21,6 +21,7 @@ import numpy as np
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import FLOAT8, ITEM_BYTES, OPERAND_BYTES, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.runtime.arrays import numpy_dtype
@@ -466,7 +467,7 @@ class EmulatedBlock(FloatThreads):
 
 
 def emulate(
-    case: Case,
+    case: Case | Problem,
     plan: Plan,
     ptx: str,
     arrays: dict[str, Array],
@@ -480,12 +481,13 @@ def emulate(
     """Executes the launches of a plan, and returns its outputs; NaN where nothing was written.
 
     arrays: the inputs of the case. block: executes one thread block. outputs: their names. lists: int32 arrays of the
-    kernels that no problem has. AssertionError if a byte outside of the outputs and the workspace changed.
+    kernels; no problem has
+    those of tiles. AssertionError if a byte outside of the outputs and the workspace changed.
     """
-    problem = case.problem()
+    problem = case if isinstance(case, Problem) else case.problem()
     logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
     tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
-    tensors |= {name: Tensor.contiguous(array.shape, "int32") for name, array in (lists or {}).items()}
+    tensors = {name: Tensor.contiguous(array.shape, "int32") for name, array in (lists or {}).items()} | tensors
     arrays = arrays | (lists or {})
     random = np.random.default_rng(seed)
     of_launches = max(launch.shared_memory_bytes for launch in plan.launches)

@@ -49,6 +49,11 @@ def sized(name: str, size: int) -> Problem:
     return dense(**sizes)
 
 
+def ranged(shape: tuple[int, ...] = (2, 3, 128, 2), **changes: Any) -> Problem:
+    """Returns a problem with ranges of keys."""
+    return dense().replace(key_ranges=dataclasses.replace(Tensor.contiguous(shape, "int32"), **changes))
+
+
 RANKS: dict[str, Refused] = {
     "direction": (dense().replace(direction="sideways"), ["direction: one of forward, backward"]),
     "no grad_output": (dense("backward").replace(grad_output=None), ["grad_output: a tensor in the shape of output"]),
@@ -296,4 +301,21 @@ TOGETHER: dict[str, Refused] = {
     ),
 }  # fmt: skip
 
-ALL: dict[str, Refused] = {**RANKS, **SIZES, **TERMS, **TENSORS, **OPTIONS, **GRADIENTS, **TOGETHER}
+RANGES: dict[str, Refused] = {
+    "rows of ranges": (ranged((2, 3, 40, 2)), ["key_ranges: int32 (2, 3, 128, 2)"]),
+    "batch of ranges": (ranged((3, 1, 128, 2)), ["key_ranges: int32 (2, 3, 128, 2)"]),
+    "axes of ranges": (ranged((3, 128, 2)), ["key_ranges: int32 (2, 3, 128, 2)"]),
+    "dtype of ranges": (ranged(dtype="int64"), ["key_ranges: int32 (2, 3, 128, 2)"]),
+    "strides of ranges": (ranged(strides=(768, 256, 2)), ["key_ranges.strides: a stride for each axis"]),
+    "rows of ranges apart": (ranged(strides=(1536, 512, 4, 1)), ["key_ranges.strides: must be contiguous"]),
+    "address of ranges": (ranged(alignment=4), ["key_ranges.alignment: the 16 bytes"]),
+    "ranges and a mask": (ranged().replace(mask=Causal()), ["mask: must be Full() with key_ranges"]),
+    "ranges of packed sequences": (
+        dense(base=LENGTHS).replace(
+            key_ranges=Tensor.contiguous((1, 1, 128, 2), "int32"), sequences=Sequences(2, 25, 30)
+        ),
+        ["key_ranges: None with sequences"],
+    ),
+}
+
+ALL: dict[str, Refused] = {**RANKS, **RANGES, **SIZES, **TERMS, **TENSORS, **OPTIONS, **GRADIENTS, **TOGETHER}

@@ -106,9 +106,8 @@ from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.grad_bias import uses_wgmma
-from cutlass_py_attn.launch.tile_lists import RANGE_BYTES
 from cutlass_py_attn.launch.variants import KEEPS_DS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES
 
 SCHEDULERS = {PER_HEAD: PerHeadScheduler, QUERY_HEADS: QueryHeadScheduler}  # of variants with work tiles of their own
 

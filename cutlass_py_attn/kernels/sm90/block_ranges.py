@@ -13,7 +13,7 @@ from cutlass_py_attn.kernels.sm90.backward_smem import COLUMNS, QUAD_COLUMNS
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90.row_ranges import range_place
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.tile_lists import RANGE_WORDS
+from cutlass_py_attn.problem.tensors import RANGE_WORDS
 
 PAIR_WORDS = QUAD_COLUMNS * RANGE_WORDS  # of the ranges of a pair of neighbouring queries
 PAIR_BYTES = 16

@@ -19,14 +19,13 @@ from typing import Final
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
-from cutlass_py_attn.launch.tile_lists import RANGE_BYTES
 from cutlass_py_attn.launch.variants import (
     KEY_REGISTERS,
     PER_HEAD,
     SPECULATIVE,
     TWO_CTA,
 )
-from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
 LOAD_WARPGROUPS: Final = 1

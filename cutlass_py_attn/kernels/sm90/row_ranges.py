@@ -10,7 +10,7 @@ from cutlass_py_attn.integers import ceil_div, round_up, smaller
 from cutlass_py_attn.kernels.common.masking import WORD_BITS, bits_before
 from cutlass_py_attn.kernels.sm90.listed_tiles import Record, load_int32
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.tile_lists import RANGE_WORDS, RANGES_PADDING
+from cutlass_py_attn.problem.tensors import RANGE_WORDS, RANGES_PADDING
 
 WORD_KEYS = 4 * WORD_BITS  # of a row, of which a thread holds a quarter
 

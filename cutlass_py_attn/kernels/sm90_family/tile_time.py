@@ -225,10 +225,9 @@ def reason(problem: Problem, build: Build, table: Rows, num_sms: int) -> str:
     """Returns why the tile of a build comes before the first of its table; "" if nothing puts it there."""
     kind, found = ProblemKind.of(problem), sizes(problem, num_sms)
     row = next((row for row in table if _has_tile(row, build)), None)
-    first = table[0]
-    if row is None or row is first or not is_short(kind).evaluate(found):
+    if row is None or row is table[0] or not is_short(kind).evaluate(found):
         return ""
-    values, tile = _values(kind, table, found), f"; tile {build.tile_m}x{build.tile_n}"
+    first, values, tile = table[0], _values(kind, table, found), f"; tile {build.tile_m}x{build.tile_n}"
     if values.get(_name("measured", table, row)):
         return f"{tile} because it was measured to be faster for such short sequences"
     chosen, usual = (values.get(_name("time", table, one)) for one in (row, first))
