@@ -29,9 +29,9 @@ from cutlass_py_attn.launch.variants import (
 from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
 from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
-    KEY_RANGES,
     KEY_ROPE,
-    RANGES_STRIDES,
+    RANGE_AXES,
+    RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
     ROW_STRIDES,
 )
@@ -203,11 +203,13 @@ LATENT_CODES: Fields = (
     *_strided("key_scale", axes=TILE_AXES),
 )
 
-# Only in kernels of mask form "ranges": the arrays of launch/tile_lists.py, and the ranges of keys, whose strides
-# (elements) are 0 along an axis that they do not have.
+# Only in kernels of mask form "ranges": the ranges of keys, whose strides (elements) are 0 along an axis that they do
+# not have, and the arrays of launch/tile_lists.py. ranges_batch, ranges_heads: sizes of the axes of the ranges.
+# device_sms: multiprocessors of the device.
 LISTED_TILES: Fields = (
-    *((name, "i64") for name in ("work_list", "tile_entries")),
-    *_strided(KEY_RANGES, axes=RANGES_STRIDES),
+    *_strided(*RANGE_EDGES, axes=RANGE_AXES),
+    *((name, "i64") for name in ("key_ranges", "tile_states", "tile_entries", "list_sizes", "work_list")),
+    *((name, "i32") for name in ("ranges_batch", "ranges_heads", "device_sms")),
 )
 
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.

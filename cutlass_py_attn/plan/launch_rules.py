@@ -55,7 +55,7 @@ from cutlass_py_attn.launch.names import (
 from cutlass_py_attn.launch.variants import QUERY_HEADS
 from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, OPERAND_BYTES, RANGES_PADDING
+from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, OPERAND_BYTES
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
@@ -72,7 +72,6 @@ SIZES: Final[dict[str, Expr]] = {
     "tokens": TOKENS_K,
     "bounds": BATCH + 1,
     "padded_queries": round_up(NUM_QUERIES, LSE_PADDING),
-    "padded_ranges": round_up(NUM_QUERIES, RANGES_PADDING),
 }
 # Row strides from one page of value to the next; 0 if there is one page.
 VALUE_PAGE_ROWS: Final = step(NUM_PAGES, Name("value_page"), 0) // maximum(Name("value_row"), 1)

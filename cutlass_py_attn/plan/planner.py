@@ -29,6 +29,7 @@ from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.tensors import RANGE_BYTES
 from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
@@ -36,6 +37,7 @@ WORKSPACE_ALIGNMENT: Final = 256  # bytes
 _PLANNED: Final = (
     *("num_splits_key", "num_splits_query", "shared_key_tiles"),
     *("num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks"),
+    *("ranges_batch", "ranges_heads", "device_sms"),
 )
 
 
@@ -237,9 +239,6 @@ def problem_refusals(problem: object, direction: str | None = None) -> list[Refu
     if not isinstance(problem, Problem):
         return [refuse("problem", problem, "must be a Problem", "create one, for example with Problem.dense")]
     refusals = problem.refusals()
-    if problem.key_ranges is not None:
-        rule = "must be None: no kernel makes the lists of tiles that the kernels of ranges read"
-        refusals.append(refuse("key_ranges", problem.key_ranges, rule, "use a mask"))
     if not refusals and direction not in (None, problem.direction):
         rule = f"must be {direction}, which plan_{direction} plans"
         refusals.append(refuse("direction", problem.direction, rule, "set it so"))
@@ -301,6 +300,7 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
         "bias": grad_bias_build(build).shared_memory_bytes if build.grad_bias_mode not in ("", "main") else 0,
         "sinks": entry_points.SINKS_BYTES,
         "combine": combine_bytes(build, entry_points.COMBINE_WARPS),
+        "ranges": build.tile_m * RANGE_BYTES,
     }
     grids = launch_rules.grids_of(problem, build)
     for role, symbol in entry_points.entries(build).items():

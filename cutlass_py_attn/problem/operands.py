@@ -4,8 +4,7 @@ The name of an axis says which launches have the same size:
 
     axis                                                value
     batch, num_heads, num_queries, tokens_q, ...        Shape.sizes, which may differ between launches of one kernel
-    bounds, padded_queries, padded_ranges, max_pages,   what follows from these
-    tokens
+    bounds, padded_queries, max_pages, tokens           what follows from these
     packed, head_dim, bias_0, ...                       the same number in every launch of a kernel
 """
 
@@ -19,10 +18,10 @@ from cutlass_py_attn.problem.tensors import (
     BIASES,
     BMHK,
     F32_BYTES,
-    KEY_RANGES,
     KEY_ROPE,
     OPERANDS,
-    RANGES_STRIDES,
+    RANGE_AXES,
+    RANGE_EDGES,
     ROW_STRIDES,
     Tensor,
 )
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 LOGSUMEXP: Final = ("batch", "num_heads", "padded_queries")
 _ROWS: Final = (*BMHK, KEY_ROPE)
 _BIAS: Final = ("batch", "num_heads", "num_queries", "num_keys")
-_RANGES: Final = ("batch", "num_heads", "padded_ranges", "key_ranges_3")
 _GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
 _AXES: Final = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_indptr"), ("bounds",)),
@@ -98,9 +96,9 @@ def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, .
         axes = problem.shape.axes("key" if problem.value_in_key and name == "value" else name)
         return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
     own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
-    if name in (*BIASES, KEY_RANGES):
-        full = _RANGES if name == KEY_RANGES else _BIAS
-        return tuple(one if size == 1 else axis for one, axis, size in zip(own, full, shape, strict=True))
+    if name in (*BIASES, *RANGE_EDGES):
+        broadcast = zip(own, _BIAS, shape, strict=False)
+        return tuple(one if size == 1 else axis for one, axis, size in broadcast)
     if name in SCALES:
         return own if shape == (1,) else _scale_axes(problem)[len(shape)]
     if name == "page_table":
@@ -123,8 +121,8 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Operand:
     strides: dict[str, int] = {}
     if name == "page_table":
         strides = named_strides(name, ("row",), tensor.strides[:-1])
-    elif name == KEY_RANGES:
-        strides = named_strides(name, RANGES_STRIDES, tensor.steps)
+    elif name in RANGE_EDGES:
+        strides = named_strides(name, RANGE_AXES, tensor.steps)
     elif name in SCALES and tensor.shape != (1,):
         of_rows = ("page" if axes[0] == "num_pages" else "batch", "row", "head", "tile")[: len(axes)]
         strides = named_strides(name, of_rows if len(axes) > 2 else ("batch", "head")[-len(axes) :], tensor.steps)

@@ -20,9 +20,10 @@ from cutlass_py_attn.problem.tensors import (
     E4M3,
     F32_BYTES,
     FLOAT8,
-    KEY_RANGES,
     KEY_ROPE,
     OPERANDS,
+    RANGE_EDGES,
+    WORD_BYTES,
     Sequences,
     Shape,
     Tensor,
@@ -46,9 +47,9 @@ class Problem:
     sinks, grad_sinks: float32 (num_heads,); logits that join the denominator of every row, and their gradient
     scale: factor of Q K^T; None for 1/sqrt(head_dim)
     softcap: bound of the scores; 0 for none
-    key_ranges: int32 (batch, num_heads, num_queries padded to a multiple of 128, 2), contiguous; the first key that
-        each query sees, and one past its last, from 0 to num_keys. An axis of size 1 is that of every sequence or head.
-        None for no ranges; with them the mask is Full
+    key_start, key_end: int32 (batch, num_heads, num_queries); the first key that each query sees, and one past its
+        last. An axis of size 1 before the last is that of every sequence or head. Kernels cut ranges to the keys, and
+        to the mask; one whose start is at or behind its end has no key. None for no ranges
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory
     sequences: the variable-length layout; None when all sequences have the length of the tensors
@@ -106,7 +107,8 @@ class Problem:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     key_rope: Tensor | None = None
-    key_ranges: Tensor | None = None
+    key_start: Tensor | None = None
+    key_end: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -170,7 +172,7 @@ class Problem:
     @property
     def form(self) -> Form:
         """Form of the mask in kernels."""
-        return self.mask.form if self.key_ranges is None else RANGES
+        return self.mask.form if self.key_start is None else RANGES
 
     @property
     def dtype(self) -> str:
@@ -264,8 +266,8 @@ class Problem:
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
         found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
-        if self.key_ranges is not None:
-            found[KEY_RANGES] = self.key_ranges
+        edges = ((name, getattr(self, name)) for name in RANGE_EDGES)
+        found |= {name: replace(edge, alignment=WORD_BYTES) for name, edge in edges if edge is not None}
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:

@@ -20,10 +20,9 @@ OPERAND_NAMES: dict[str, str] = {**SHORT_NAMES, FLOAT8: "e4m3"}
 DIRECTIONS = ("forward", "backward")
 ROW_ALIGNMENT_BYTES = 16  # bytes of the widest load; rows aligned to less are loaded in smaller pieces
 LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
-KEY_RANGES = "key_ranges"
-RANGES_STRIDES = ("batch", "head")  # axes along which key_ranges have strides
-RANGES_PADDING = 128  # rows of key_ranges are padded to a multiple of this, the largest query tile of a backward
-RANGE_WORDS = 2  # of the range of keys that a query sees, its start and its end
+RANGE_EDGES = ("key_start", "key_end")  # arrays of the range of keys that each query sees
+RANGE_AXES = ("batch", "head", "row")  # along which they have strides
+RANGE_WORDS = 2  # of the range of a query, its start and its end
 RANGE_BYTES = RANGE_WORDS * WORD_BYTES
 OPERANDS = ("query", "key", "value")
 BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
@@ -103,9 +102,9 @@ class Shape:
         return found | ({} if self.tokens is None else dict(zip(("tokens_q", "tokens_k"), self.tokens, strict=True)))
 
     @property
-    def key_ranges(self) -> tuple[int, int, int, int]:
-        """Shape that ranges of keys broadcast to: (batch, num_heads, padded rows, 2)."""
-        return self.batch, self.num_heads, round_up(self.num_queries, RANGES_PADDING), RANGE_WORDS
+    def range_edges(self) -> tuple[int, int, int]:
+        """Shape that the starts and ends of ranges of keys broadcast to: (batch, num_heads, num_queries)."""
+        return self.batch, self.num_heads, self.num_queries
 
     @property
     def bias(self) -> tuple[int, int, int, int]:

@@ -20,10 +20,10 @@ from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
     FLOAT8,
     ITEM_BYTES,
-    KEY_RANGES,
     KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
+    RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
     Sequences,
     Shape,
@@ -45,7 +45,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, KEY_RANGES)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, *RANGE_EDGES)
 _REQUIRED: Final = (*OPERANDS, "output")
 _NO_OVERLAP: Final = "an output must not overlap itself"
 _IN_FULL: Final = "allocate it in full"
@@ -156,7 +156,7 @@ def _ranks(problem: Problem) -> Iterator[Refusal]:
         tensor = getattr(problem, name)
         if isinstance(tensor, Tensor):
             yield from rank_refusals(name, tensor, 4, f"must be 4-D {axes}", "add the missing axes with size 1")
-    yield from stride_refusals({KEY_RANGES: problem.key_ranges})
+    yield from stride_refusals({name: getattr(problem, name) for name in RANGE_EDGES})
     for term in registry.terms():
         yield from stride_refusals(term.vectors(problem))
 
@@ -297,23 +297,28 @@ def memory_refusals(name: str, tensor: Tensor, axes: tuple[str, ...], *, is_writ
 
 
 def _key_ranges(problem: Problem) -> Iterator[Refusal]:
-    ranges, shape = problem.key_ranges, problem.shape.key_ranges
-    if ranges is None:
+    edges = {name: getattr(problem, name) for name in RANGE_EDGES}
+    missing = [name for name, edge in edges.items() if edge is None]
+    if len(missing) == len(edges):
         return
+    for name in missing:
+        yield refuse(name, None, f"must come with {' and '.join({*edges} - {name})}", "pass both, or none")
     for name in ("sequences", "pages"):
         if getattr(problem, name) is not None:
-            yield refuse(KEY_RANGES, ranges, f"must be None with {name}", "leave it None")
-    sizes = zip(ranges.shape, shape, (True, True, False, False), strict=False)
-    is_wrong = any(size != full and not (size == 1 and broadcasts) for size, full, broadcasts in sizes)
-    if is_wrong or len(ranges.shape) != len(shape) or ranges.dtype != "int32":
-        rule = f"must be int32 {shape}; the first two sizes may be 1"
-        yield refuse(KEY_RANGES, ranges, rule, "pad its rows")
-    elif ranges.steps != Tensor.contiguous(ranges.shape, "int32").steps:
-        yield refuse(f"{KEY_RANGES}.strides", ranges.strides, "must be contiguous", "copy it")
-    elif ranges.alignment < ROW_ALIGNMENT_BYTES:
-        yield alignment_refusal(KEY_RANGES, ranges.alignment, ROW_ALIGNMENT_BYTES)
-    if problem.mask.form != "full":
-        yield refuse("mask", problem.mask, "must be Full() with key_ranges", "intersect the ranges with it")
+            yield refuse(RANGE_EDGES[0], edges[RANGE_EDGES[0]], f"must be None with {name}", "leave the ranges None")
+    full = problem.shape.range_edges
+    for name, edge in edges.items():
+        if edge is None:
+            continue
+        broadcasts = len(edge.shape) == len(full) and edge.shape[2] == full[2]
+        if not broadcasts or any(size not in (1, most) for size, most in zip(edge.shape[:2], full[:2], strict=True)):
+            yield refuse(f"{name}.shape", edge.shape, f"must be {full}; the first two sizes may be 1", "reshape it")
+        elif edge.dtype != "int32":
+            yield refuse(f"{name}.dtype", edge.dtype, "must be int32", "convert it")
+    shapes = {edge.shape for edge in edges.values() if edge is not None}
+    if len(shapes) > 1:
+        rule = f"must be that of key_start, {edges['key_start'].shape}"
+        yield refuse("key_end.shape", edges["key_end"].shape, rule, "broadcast it")
 
 
 def _options(problem: Problem) -> Iterator[Refusal]:

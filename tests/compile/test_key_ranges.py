@@ -7,7 +7,7 @@ import pytest
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
-from tests.support.listed_plans import ARCH, BACKWARD, FORWARD, ranges_build
+from tests.support.listed_plans import ARCH, BACKWARD, FORWARD, ranges_build, with_ranges
 from tests.support.machine_code import MachineCode
 
 SINKS = Tensor.contiguous((16,), "float32")
@@ -33,8 +33,7 @@ def test_machine_code(
     problem = Problem.dense(direction, Shape(2, 4096, 4096, 16, head_dim, head_dim, heads_key), "bfloat16")
     if has_sinks:
         problem = problem.replace(sinks=SINKS, grad_sinks=SINKS if direction == "backward" else None)
-    ranges = Tensor.contiguous(problem.shape.key_ranges, "int32")
-    build = ranges_build(problem.replace(key_ranges=ranges), tile)
+    build = ranges_build(with_ranges(problem), tile)
     made = machine_code(build)
     assert made.allocation.startswith(FIRST)
     assert made.registers == architecture(ARCH).register_limit(build.threads)

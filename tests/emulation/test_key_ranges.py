@@ -1,4 +1,4 @@
-"""Kernels of mask form "ranges": their machine code executed on the lists and ranges that plan/tile_lists.py makes.
+"""Kernels of mask form "ranges": their machine code executed, with that of the kernels that make their tile lists.
 
 Some queries see no key, some keys no query, and some tiles have no visible pair. Lengths are off the tiles, and
 persistent blocks have several work tiles.
@@ -12,21 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.launch.tile_config import TileConfig
+from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.launch.tile_lists import RECORD_WORDS
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.testing.cases import Case
 from tests.support.backward_block import BackwardBlock
 from tests.support.block_emulator import EmulatedBlock, emulate
-from tests.support.listed_plans import BACKWARD, FORWARD, ListedPlan, listed_plan
+from tests.support.listed_plans import BACKWARD, FORWARD, ranges_build, with_ranges
 from tests.support.machine_code import MachineCode
+from tests.support.tile_lists import device_ranges, of_work_tiles, records, tile_states, written_records
 
 ERROR = 0.004  # relative L2 error of 16-bit operands
 LOGSUMEXP = 1e-3
-RUNS = (0, 1, 3, 5), (0, 0, 0, 0), (1, 2, 0, 0), (0, 2, 3, 4)  # first and end of key tiles that query tiles see
-KEPT = np.array([[a <= tile < b or c <= tile < d for tile in range(5)] for a, b, c, d in RUNS])
+LISTS = "key_ranges", "work_list", "tile_entries"
 EMPTY_TILE = slice(128, 256)  # of queries that see no key
 
 
@@ -56,9 +60,24 @@ def everything(shape: Shape, seed: int, axes: tuple[int, int]) -> KeyRanges:
     return KeyRanges(start, start + shape.num_keys)
 
 
-def check(case: Case, listed: ListedPlan, ptx: str, ranges: KeyRanges, *, is_eager: bool) -> None:
-    """Executes the kernels and compares the results with those in float64. ranges: which keys the queries see."""
-    shape, arrays, options = case.problem().shape, case.arrays(), {"mask": ranges}
+def expect_lists(plan: Plan, found: dict[str, Any], shape: Shape, ranges: KeyRanges) -> None:
+    """Compares key_ranges, and the record of every work tile with the tiles of its list."""
+    build, num_keys = plan.build, shape.num_keys
+    expected = device_ranges(ranges, num_keys)
+    cut = found["key_ranges"].reshape(expected.shape) == expected
+    assert cut[:, :, : round_up(shape.num_queries, build.tile_m)].all()
+    states = of_work_tiles(tile_states(ranges, num_keys, build.tile_m, build.tile_n), build, shape.group)
+    written = written_records(found["work_list"].reshape(-1, RECORD_WORDS), found["tile_entries"])
+    assert written == records(build, shape, states, dict(plan.params)["device_sms"])
+
+
+def check(case: Case, problem: Problem, plan: Plan, ptx: str, ranges: KeyRanges, *, is_eager: bool) -> None:
+    """Executes the kernels, and compares the results with those in float64 and the tile lists with those of NumPy.
+
+    ranges: which keys the queries see
+    """
+    shape, arrays, options = problem.shape, case.arrays(), {"mask": ranges}
+    arrays |= {"key_start": ranges.start, "key_end": ranges.end}
     operands = [arrays[name] for name in ("query", "key", "value")]
     options["score_mod"] = case.score_mod(arrays)
     output, logsumexp = numpy_reference.forward(*operands, **options)
@@ -69,10 +88,10 @@ def check(case: Case, listed: ListedPlan, ptx: str, ranges: KeyRanges, *, is_eag
         gradients = numpy_reference.backward(arrays["grad_output"], *operands, arrays["output"], logsumexp, **options)
         expected = {f"grad_{name}": getattr(gradients, name) for name in case.problem().gradients}
     found = emulate(
-        listed.problem, listed.plan, ptx, arrays, is_eager=is_eager, seed=7, block=block,
-        outputs=(*expected, *(("logsumexp",) if case.direction == "forward" else ())),
-        lists=listed.lists,
+        problem, plan, ptx, arrays, is_eager=is_eager, seed=7, block=block,
+        outputs=(*expected, *(("logsumexp",) if case.direction == "forward" else ()), *LISTS),
     )  # fmt: skip
+    expect_lists(plan, found, shape, ranges)
     heads = shape.num_heads_key, shape.group
     seen = np.broadcast_to(
         ranges.materialise(shape.num_keys), (shape.batch, shape.num_heads, shape.num_queries, shape.num_keys)
@@ -111,24 +130,7 @@ def test_ranges(
     line: str, make: Any, axes: tuple[int, int], tile: str, num_sms: int, is_eager: bool, machine_code: MachineCode
 ) -> None:
     case = Case.parse(f"{line}_full seed=3")
-    ranges = make(case.problem().shape, 5, axes)
-    listed = listed_plan(case.problem(), tile, num_sms, ranges)
-    check(case, listed, machine_code(listed.plan).ptx, ranges, is_eager=is_eager)
-
-
-@pytest.mark.parametrize(
-    ("line", "tile", "is_eager"),
-    [
-        ("forward bf16_d128_q500_s520_b1_h2", FORWARD[128], False),
-        ("backward bf16_d128_q250_s520_b1_h2k1", BACKWARD[128], True),
-        ("backward bf16_d64_q500_s520_b1_h1", BACKWARD[64], False),
-    ],
-)
-def test_lists_without_some_tiles(line: str, tile: str, is_eager: bool, machine_code: MachineCode) -> None:
-    """Every query has the range of all keys, and the lists of whole tiles alone say what it sees."""
-    case = Case.parse(f"{line}_full seed=3")
-    shape, config = case.problem().shape, TileConfig.parse(tile)
-    listed = listed_plan(case.problem(), tile, 2, everything(shape, 0, (1, 1)), KEPT)
-    rows = np.arange(shape.num_queries) // config.tile_m
-    edges = (np.array(RUNS)[rows].T * config.tile_n)[:, None, None]
-    check(case, listed, machine_code(listed.plan).ptx, KeyRanges(*edges), is_eager=is_eager)
+    problem = with_ranges(case.problem(), axes)
+    ranges = make(problem.shape, 5, axes)
+    plan = planner.plan_of_build(problem, ranges_build(problem, tile), num_sms)
+    check(case, problem, plan, machine_code(plan).ptx, ranges, is_eager=is_eager)

@@ -461,8 +461,9 @@ class EmulatedBlock(FloatThreads):
             a, b = (as_type(x, modifiers[-1]).astype(np.int64) for x in v)
             return (a * b >> bits_of(op)).view(np.uint64)
         if kind == "redux":
-            assert modifiers[1] == "add"
-            return v[0].reshape(-1, WARP).sum(axis=1).repeat(WARP)
+            of_warp = as_type(v[0], modifiers[-1]).reshape(-1, WARP)
+            reduced = {"add": of_warp.sum, "max": of_warp.max}[modifiers[1]](axis=1)
+            return reduced.astype(np.int64).view(np.uint64).repeat(WARP)
         return super().result(op, v)
 
 
@@ -476,19 +477,15 @@ def emulate(
     seed: int,
     block: type[EmulatedBlock] = EmulatedBlock,
     outputs: tuple[str, ...] = ("output", "logsumexp"),
-    lists: dict[str, Array] | None = None,
 ) -> dict[str, Array]:
     """Executes the launches of a plan, and returns its outputs; NaN where nothing was written.
 
-    arrays: the inputs of the case. block: executes one thread block. outputs: their names. lists: int32 arrays of the
-    kernels; no problem has
-    those of tiles. AssertionError if a byte outside of the outputs and the workspace changed.
+    arrays: the inputs of the case. block: executes one thread block. outputs: their names, and those of workspace
+    buffers, which are returned as int32. AssertionError if a byte outside of the outputs and the workspace changed.
     """
     problem = case if isinstance(case, Problem) else case.problem()
     logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
     tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
-    tensors = {name: Tensor.contiguous(array.shape, "int32") for name, array in (lists or {}).items()} | tensors
-    arrays = arrays | (lists or {})
     random = np.random.default_rng(seed)
     of_launches = max(launch.shared_memory_bytes for launch in plan.launches)
     shared = random.integers(0, 256, SHARED + of_launches, np.uint8)
@@ -527,8 +524,15 @@ def emulate(
                 entry[0], number, launch, memory, values.view(np.uint8), addresses, plan.build.dtype, is_eager=is_eager,
                 seed=seed,
             ).run()  # fmt: skip
-    found = {}
+    sizes = {buffer.name: buffer.bytes for buffer in plan.workspace.buffers}
+    found = {
+        name: memory[buffers[name] : buffers[name] + size].view(np.int32).copy()
+        for name, size in sizes.items()
+        if name in outputs
+    }
     for name in outputs:
+        if name in found:
+            continue
         tensor = tensors[name]
         views = [strided(data[addresses[name] :].view(numpy_dtype(tensor.dtype)), tensor) for data in (memory, before)]
         found[name] = views[0].copy()

@@ -65,6 +65,7 @@ from cutlass_py_attn.kernels.sm90.tile_scheduler import (
     TileScheduler,
     WorkTile,
 )
+from cutlass_py_attn.kernels.tile_lists.chain import TileLists
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
@@ -172,6 +173,8 @@ class ForwardSm90:
             params.set_entry_name(build, self.combine_kernel, "_combine")
             # One struct for each launch: the DSL caches the fields that a launch has read in the struct.
             self.combine_kernel(params.from_values(build, values)).launch(grid=grid, block=(ROW_THREADS, 1, 1))
+        if cutlass.const_expr(build.form.has_ranges):
+            TileLists(build).launch(values, grid)
 
     @cute.kernel
     def combine_kernel(self, p: Any):

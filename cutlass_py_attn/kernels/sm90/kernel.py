@@ -22,6 +22,7 @@ from cutlass_py_attn.kernels.sm90.layout import (
     tma_tiles,
 )
 from cutlass_py_attn.kernels.sm90.schedule import steps_of
+from cutlass_py_attn.kernels.tile_lists import kernel as tile_lists
 from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import LAST_VALUE, delta_clears_sums
@@ -160,8 +161,13 @@ def _per_head_blocks() -> Expr:
     return _up_to_sms(NUM_HEADS_KEY * BATCH)
 
 
-def _combine_grid(build: Build) -> dict[str, Grid]:
-    return {"combine": shared_tiles.combine_grid(build)} if build.shares_query_tiles else {}
+def _forward_grids(build: Build) -> dict[str, Grid]:
+    combine = {"combine": shared_tiles.combine_grid(build)} if build.shares_query_tiles else {}
+    return combine | _list_grids(build)
+
+
+def _list_grids(build: Build) -> dict[str, Grid]:
+    return tile_lists.grids(build) if build.form.has_ranges else {}
 
 
 def _finish_kv_grid(build: Build) -> dict[str, Grid]:
@@ -171,16 +177,23 @@ def _finish_kv_grid(build: Build) -> dict[str, Grid]:
 
 
 def _shared_query_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
-    return shared_tiles.query_tiles(build) if build.shares_query_tiles else {}
+    lists = tile_lists.definitions(problem) if build.form.has_ranges else {}
+    return lists | (shared_tiles.query_tiles(build) if build.shares_query_tiles else {})
 
 
 def _shared_key_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
-    return shared_tiles.key_tiles(build) if SHARED_END in build.options else {}
+    lists = tile_lists.definitions(problem) if build.form.has_ranges else {}
+    return lists | (shared_tiles.key_tiles(build) if SHARED_END in build.options else {})
 
 
 def _forward_workspace(build: Build) -> tuple[BufferRule, ...]:
     parts = shared_tiles.parts_bytes(build) if build.shares_query_tiles else {}
-    return tuple(BufferRule(name, size, condition=NUM_SPLITS_KEY > 1) for name, size in parts.items())
+    shared = (BufferRule(name, size, condition=NUM_SPLITS_KEY > 1) for name, size in parts.items())
+    return *shared, *_list_buffers(build)
+
+
+def _list_buffers(build: Build) -> tuple[BufferRule, ...]:
+    return tile_lists.workspace(build) if build.form.has_ranges else ()
 
 
 def _backward_workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -203,7 +216,7 @@ def _backward_workspace(build: Build) -> tuple[BufferRule, ...]:
         )
     is_zeroed = not delta_clears_sums(build)
     buffers.append(BufferRule("tile_count_semaphore", Number(WORD_BYTES), is_zeroed=is_zeroed))
-    return backward_parts.workspace(build, buffers)
+    return *backward_parts.workspace(build, buffers), *_list_buffers(build)
 
 
 def _per_head_workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -280,6 +293,7 @@ FORWARD: Final = FusedKernel(
     layouts=(*registry.LAYOUTS, registry.PAGED),
     takes_negative_scales=False,
     terms=TERMS,
+    beside_ranges=tile_rules.BESIDE_RANGES,
     refusals=tile_rules.sm90_forward,
     with_warps=forward_warps,
     shared_memory=sm90_smem.forward_map,
@@ -287,7 +301,7 @@ FORWARD: Final = FusedKernel(
     accumulators=forward_accumulators,
     accumulator_limit=limited_by(sm90_smem.registers),
     main_grid=main_grid,
-    other_grids=_combine_grid,
+    other_grids=_forward_grids,
     definitions=_shared_query_tiles,
     num_splits_key=no_splits,
     workspace=_forward_workspace,
@@ -300,6 +314,7 @@ MULTICAST_FORWARD: Final = replace(
     summary="clusters of two blocks over neighbouring query tiles; each block loads half of every key and value tile",
     layouts=("grouped",),
     terms=(),
+    beside_ranges=None,
     lengths="long",
     reason=forward_reason(shares="two blocks of a cluster load keys and values for both: "),
 )
@@ -308,6 +323,7 @@ SPLIT_KV_FORWARD: Final = replace(
     variant=SPLIT_KV,
     summary="blocks share the keys of each query tile; a second kernel joins their results",
     terms=WITHOUT_DROPOUT,
+    beside_ranges=None,
     lengths="few_queries",
     reason=forward_reason(shares="blocks share the keys of each query tile, of which there are fewer than SMs: "),
 )
@@ -319,6 +335,7 @@ BACKWARD: Final = FusedKernel(
     summary="persistent blocks over key tiles",
     layouts=registry.LAYOUTS,
     terms=TERMS,
+    beside_ranges=tile_rules.BESIDE_RANGES,
     has_key_stages=True,
     refusals=tile_rules.sm90_backward,
     with_warps=backward_warps,
@@ -327,6 +344,7 @@ BACKWARD: Final = FusedKernel(
     accumulators=_backward_accumulators,
     accumulator_limit=limited_by(sm90_smem.registers),
     main_grid=main_grid,
+    other_grids=_list_grids,
     definitions=_shared_key_tiles,
     num_splits_key=num_splits_key,
     workspace=_backward_workspace,
@@ -335,12 +353,13 @@ BACKWARD: Final = FusedKernel(
     steps=steps_of,
 )
 # What the standard body and variant query_heads implement with score_rows.
-SCORE_ROWS_BACKWARD: Final = replace(BACKWARD, terms=WITHOUT_DROPOUT)
+SCORE_ROWS_BACKWARD: Final = replace(BACKWARD, terms=WITHOUT_DROPOUT, beside_ranges=None)
 PER_HEAD_BACKWARD: Final = replace(
     BACKWARD,
     variant=PER_HEAD,
     summary="one block per head: each block computes all key tiles of a head and sums dQ without atomics",
     layouts=("grouped",),
+    beside_ranges=None,
     lengths="short",
     workspace=_per_head_workspace,
     conditions=_sees_keys,
@@ -350,6 +369,7 @@ QUERY_HEADS_BACKWARD: Final = replace(
     BACKWARD,
     variant=QUERY_HEADS,
     summary="persistent blocks over key tiles of every query head; dK and dV of a group are added in float32",
+    beside_ranges=None,
     lengths="short",
     other_grids=_finish_kv_grid,
     reason=_backward_reason(shares="a block computes a key tile of one query head and adds dK and dV in float32: "),

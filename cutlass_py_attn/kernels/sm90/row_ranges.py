@@ -10,7 +10,8 @@ from cutlass_py_attn.integers import ceil_div, round_up, smaller
 from cutlass_py_attn.kernels.common.masking import WORD_BITS, bits_before
 from cutlass_py_attn.kernels.sm90.listed_tiles import Record, load_int32
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.problem.tensors import RANGE_WORDS, RANGES_PADDING
+from cutlass_py_attn.launch.tile_lists import ROWS_PADDING, list_of
+from cutlass_py_attn.problem.tensors import RANGE_WORDS
 
 WORD_KEYS = 4 * WORD_BITS  # of a row, of which a thread holds a quarter
 
@@ -27,7 +28,7 @@ class RowRanges:
 
     def load(self, p: Any, cursor: Record, coordinates: cute.Tensor, r_ranges: cute.Tensor) -> None:
         """Loads the ranges of the rows of a work tile; a row past the last query has any."""
-        last = round_up(p.num_queries, RANGES_PADDING) - 1
+        last = round_up(p.num_queries, ROWS_PADDING) - 1
         for row in range(cute.size(coordinates, mode=[0])):
             query = smaller(cursor.tile * self.build.tile_m + coordinates[row, 0][0], last)
             words = load_int32(p.key_ranges, range_place(p, cursor.batch, cursor.head, query), RANGE_WORDS)
@@ -51,4 +52,5 @@ class RowRanges:
 
 def range_place(p: Any, batch: Int32, head: Int32, query: Any) -> Int64:
     """Returns where the range of a query starts in key_ranges (elements)."""
-    return Int64(batch) * p.key_ranges_batch + Int64(head) * p.key_ranges_head + Int64(query) * RANGE_WORDS
+    of_head = Int64(list_of(batch, head, p.ranges_batch, p.ranges_heads)) * round_up(p.num_queries, ROWS_PADDING)
+    return (of_head + query) * RANGE_WORDS

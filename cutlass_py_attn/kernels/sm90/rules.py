@@ -36,11 +36,7 @@ KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_
 BIAS_WITH_TERMS_HEAD_DIM: Final = 64  # the widest with which the sm90 backward has registers for a bias and any terms
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
-KEY_RANGES_BODIES: Final = {
-    "forward": (("sm90", STANDARD),),
-    "backward": tuple(("sm90", variant) for variant in (STANDARD, *KEEPS_DS)),
-}
-KEY_RANGES_FEATURES: Final = ("grouped", "sinks")
+BESIDE_RANGES: Final = ("grouped", "sinks")  # features with which the kernels read ranges of keys
 WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
 SM90_TILE_N: Final = (64, 256)  # least and most keys of the forward; wgmma has up to 256 columns
 
@@ -108,16 +104,10 @@ def two_key_tiles(build: Build) -> Refusals:
 
 
 def key_ranges(build: Build) -> Refusals:
-    """Yields the rules of mask form "ranges" of every kernel."""
-    if (build.family, build.variant) not in KEY_RANGES_BODIES.get(build.kind, ()):
-        rule = "the standard sm90 forward, and standard, ds_registers and key_registers sm90 backwards read ranges"
-        yield refuse(build, "mask", rule, "use one of them")
-    if not {*build.features} <= {*KEY_RANGES_FEATURES}:
-        rule = f"with ranges of keys a kernel has {listed(KEY_RANGES_FEATURES)} alone"
-        yield refuse(build, "features", rule, "use another mask")
-    if build.deterministic:
+    """Yields the rules of mask form "ranges" of backwards."""
+    if build.form.has_ranges and build.deterministic:
         yield refuse(build, "deterministic", "work lists have no order in which dQ is added", "use another mask")
-    if build.score_rows:
+    if build.form.has_ranges and build.score_rows:
         yield refuse(build, "score_rows", "lists have whole query tiles", "use 0")
 
 
@@ -138,6 +128,7 @@ def sm90_backward(build: Build) -> Refusals:
     """Yields the rules of the sm90 backwards whose warpgroups have keys each."""
     yield from sm90_standard(build)
     yield from all_gradients(build)
+    yield from key_ranges(build)
     with_one = build.variant == STANDARD and not build.score_rows and not build.has("dropout")
     yield from backward_warp_rules(build, (1, CONSUMER_WARPGROUPS) if with_one else (CONSUMER_WARPGROUPS,))
     yield from _sm90_backward_tile(build)

@@ -83,6 +83,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         and problem.key_rope.shape[3] != ROPE_COLUMNS,
         "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
+        "deterministic gradients with ranges of keys": problem.deterministic and problem.form.has_ranges,
         "rows aligned to less than 16 bytes": any(
             tensor.vector_bytes < ROW_ALIGNMENT_BYTES
             for name, tensor in problem.tensors().items()
@@ -96,7 +97,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         and any(_has_far_rows(getattr(problem, name)) for name in _ragged_operands(problem)),
     }
     found = (name for name, is_present in present.items() if is_present)
-    return *kernel.lacks(problem.features), *found, *unsupported_sm90(problem), *_unsupported_pages(problem)
+    return *kernel.lacks(problem), *found, *unsupported_sm90(problem), *_unsupported_pages(problem)
 
 
 def _unsupported_pages(problem: Problem) -> tuple[str, ...]:

@@ -47,14 +47,14 @@ def takes(build: Build, sizes: Mapping[str, int], without: Collection[str] = ())
         return False
     is_whole = build.kind == "forward" or {*OPERANDS} <= {*build.gradients}
     is_repeatable = build.deterministic and kernel.variant == TWO_CTA
-    has_features = {*kernel.lacks(build.features)} <= {*without}
+    has_features = {*kernel.lacks(build)} <= {*without}
     return has_features and not _has_small_pages(sizes) and is_whole and not is_repeatable
 
 
 def divides_tiles(build: Build) -> bool:
     """Returns whether several blocks of the family share one tile of these kernels, if there are few tiles."""
     if build.kind == "forward":
-        has_features = not sm90.SPLIT_KV_FORWARD.lacks(build.features)
+        has_features = not sm90.SPLIT_KV_FORWARD.lacks(build)
         return _widest(build) <= SM90_MAX_HEAD_DIM and not build.form.has_left and has_features
     is_plain = build.form.sees_all and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
     return is_plain and _widest(build) <= NARROW_HEAD_DIM
@@ -62,7 +62,7 @@ def divides_tiles(build: Build) -> bool:
 
 def one_feature_less(build: Build) -> tuple[str, list[str]]:
     """Returns the change, and the one feature that keeps an sm80 build from the family; "" if there is none."""
-    missing = _kernel(build).lacks(build.features)
+    missing = _kernel(build).lacks(build)
     if build.family != "sm80" or len(missing) != 1 or build.arch not in HOPPER:
         return "", []
     return f"no {missing[0]}, which no sm90 kernel of these head dims takes", missing
@@ -73,7 +73,7 @@ def latent_cache(build: Build, sizes: Mapping[str, int]) -> str:
     is_latent = (build.head_dim, build.head_dim_value) == MLA_HEAD_DIMS and build.kind == "forward"
     if not is_latent or build.variant == MLA or build.arch not in HOPPER or build.dtype == "float32":
         return ""
-    missing = [name for name in sm90_mla.FORWARD.lacks(build.features) if name != "seqused"]
+    missing = [name for name in sm90_mla.FORWARD.lacks(build) if name != "seqused"]
     if len(missing) > 1:
         return ""
     small = f" in pages of at least {LEAST_PAGE_SIZE} rows" if _has_small_pages(sizes) else ""
@@ -87,6 +87,6 @@ def in_parts(build: Build) -> str:
     """Returns the one change with which blocks of the family share the keys of few query tiles; "" if it is none."""
     if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.form.has_left:
         return ""
-    changes = [f"no {name}" for name in sm90.SPLIT_KV_FORWARD.lacks(build.features)]
+    changes = [f"no {name}" for name in sm90.SPLIT_KV_FORWARD.lacks(build)]
     changes += [f"head dims up to {SM90_MAX_HEAD_DIM}"] if build.variant == WIDE else []
     return f"{changes[0]}: blocks then share the keys of these few query tiles" if len(changes) == 1 else ""

@@ -115,6 +115,18 @@ _SM90_FORWARD_LOCAL: _Table = {
     128: _SM90_FORWARD[128],
     256: _SM90_FORWARD[256],
 }
+# kernels/sm90/NOTES-ranges.md
+_SM90_FORWARD_RANGES: _Table = {
+    64: (
+        Row("192x128x16:2-speculative-halves", _LONG, dims=(32, 64)),
+        Row("128x128x12:2-speculative", _LONG, dims=(0, 96)),
+    ),
+    128: (
+        Row("128x128x12:2-speculative", _LONG, dims=(0, 128)),
+        Row("128x64x12:2-plain", _LATER),
+    ),
+    256: (Row("128x64x12:2-speculative", _LONG, dims=(128, 256)),),
+}
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (Row("64x64x12:2+wide", _NO_OTHER),)}
 _SM90_FORWARD_MLA: _Table = {max(MLA_HEAD_DIMS): (Row("64x64x12:2+mla", _NO_OTHER),)}
@@ -249,10 +261,20 @@ _SM90_BACKWARD_SCORE_ROWS: _Table = {
         _backward("64x128x16:5,4q32-plain"),
     )
 }
+_SM90_BACKWARD_RANGES: _Table = {
+    64: (
+        _backward("128x128x16:3,2k2+key_registers-plain"),
+        _backward("128x128x16:3,2k2+ds_registers-plain"),
+        _backward("128x128x16:3,2-plain"),
+    ),
+    96: _SM90_BACKWARD_96[3:],
+    128: _SM90_BACKWARD[128][5:],
+}
 SM90: dict[str, _Table] = {
     "forward": _SM90_FORWARD,
     "forward score_mod": _SM90_FORWARD_SCORE_MOD,
     "forward local": _SM90_FORWARD_LOCAL,
+    "forward ranges": _SM90_FORWARD_RANGES,
     "forward wide": _SM90_FORWARD_WIDE,
     "forward mla": _SM90_FORWARD_MLA,
     "forward e4m3": _SM90_FORWARD_E4M3,
@@ -264,6 +286,7 @@ SM90: dict[str, _Table] = {
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward bias": _SM90_BACKWARD_BIAS,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
+    "backward ranges": _SM90_BACKWARD_RANGES,
     "backward wide": _SM90_BACKWARD_WIDE,
 }
 
@@ -271,7 +294,7 @@ SM90: dict[str, _Table] = {
 def sm90_rows(kind: ProblemKind) -> tuple[Row, ...]:
     """Returns the rows of the sm90 family for problems of a kind, in the order in which they are tried."""
     table, head_dim = table_key(kind)
-    return tuple(row for row in SM90[table][head_dim] if kind.form in row.masks)
+    return tuple(row for row in SM90[table][head_dim] if kind.form in row.masks or kind.form.has_ranges)
 
 
 def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
@@ -313,6 +336,9 @@ def table_key(kind: ProblemKind) -> tuple[str, int]:
         served = widest
     elif widest > SM90_MAX_HEAD_DIM:
         name, served = f"{kind.direction} wide", widest
+    elif kind.form.has_ranges:
+        served = kind.accumulator_head_dim if kind.direction == "backward" else kind.head_dim_value
+        name = f"{kind.direction} ranges"
     elif kind.direction == "backward":
         is_masked = (not kind.form.sees_all and not kind.deterministic) or "dropout" in kind.features
         plain = "backward" if kind.deterministic else "backward full"
