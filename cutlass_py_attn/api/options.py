@@ -18,6 +18,7 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import DROPOUT_P, FLAG, SCALARS, Scalar, integer_of, with_python_numbers
 from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
@@ -114,7 +115,7 @@ def _has_integers(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
 class ScoreOptions(TypedDict, total=False):
     """Options of scores, which every front end has; `AttentionOptions` describes them."""
 
-    mask: Mask
+    mask: Mask | KeyRanges
     scale: float | None
     bias: Any
     softcap: float
@@ -128,7 +129,7 @@ class AttentionOptions(ScoreOptions, total=False):
     The score of query i and key j is softcap * tanh(scale Q K^T / softcap) - alibi_slope * |i + num_keys -
     num_queries - j| + bias, and -inf where the mask excludes the key. Without softcap, the first term is scale Q K^T.
 
-    mask: keys that each query attends to; Full() by default.
+    mask: keys that each query attends to; Full() by default. `KeyRanges` says it for each query in arrays.
     scale: factor of Q K^T; None for 1 / sqrt(head_dim).
     bias: (batch, num_heads, num_queries, num_keys) in the operands' dtype, with any strides; an axis of size 1 or
         stride 0 broadcasts. None for no bias.
@@ -223,6 +224,8 @@ class BackwardOptions(AttentionOptions, total=False):
 
 def _mask(mask: object) -> list[Refusal]:
     """Returns why this is no mask; `Problem.refusals` checks the numbers of one."""
+    if isinstance(mask, KeyRanges):
+        return [*mask.refusals()] or _mask(mask.band)
     return [] if type(mask) in masks.ALL.values() else [*masks.refusals(mask)]
 
 
@@ -298,6 +301,8 @@ class Options:
 
     is_plain: values are hashable, so that a call with equal ones may be repeated. scalar: kind of a number or bool.
     check: returns why a value is refused, whatever the other options are. array: name of an array in a Problem.
+
+    A caller's mask of ranges is here its band, with its arrays in key_start and key_end.
     """
 
     mask: Mask = field(default=Full(), metadata=_plain(check=_mask))
@@ -326,6 +331,8 @@ class Options:
     value_scale: Any = field(default=None, metadata={"array": "value_scale"})
     cache_scale: Any = field(default=None, metadata={"array": "key_scale"})
     cache_rope: Any = field(default=None, metadata={"array": KEY_ROPE})
+    key_start: Any = field(default=None, metadata={"array": "key_start"})
+    key_end: Any = field(default=None, metadata={"array": "key_end"})
 
     @property
     def dropout_p(self) -> float:
@@ -455,6 +462,9 @@ def _check(options: Mapping[str, Any], allowed: type, more: tuple[str, ...]) -> 
     refusals += _gradients(given) if "gradients" in names else []
     if refusals:
         raise NotSupported(refusals)
+    ranges = given.get("mask")
+    if isinstance(ranges, KeyRanges):
+        given |= {"mask": ranges.band, **ranges.arrays()}
     return Options(**given)
 
 

@@ -129,6 +129,11 @@ def _plans(problem: Problem, families: Iterable[tuple[Family, str]], count: int,
 
 def _refusals(problem: Problem, arch: str) -> list[Refusal]:
     """Returns why no kernel of the target computes a problem: no tile fits, or none reads its e4m3 codes."""
+    if problem.form.has_ranges:
+        missing = min((_unsupported(problem, arch, family) for family in FAMILIES.values()), key=len)
+        if missing:
+            rule = f"on {arch}, kernels with ranges of keys take no {', '.join(missing)}"
+            return [refuse("key_start", problem.key_start, rule, "use another mask, or a bias of -inf")]
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
     has_own_family = has_codes(problem) and not is_cache

@@ -1,4 +1,4 @@
-"""Key ranges: a mask in memory, the keys that each query sees as one or two ranges.
+"""Key ranges: a mask in memory, the keys that each query sees as a range.
 
 Documents, prefixes, chunks, windows that differ by head, and every band are ranges. A `Mask` has numbers alone and is
 part of a Problem; ranges are arrays, as query and key are.
@@ -7,57 +7,50 @@ part of a Problem; ranges are arrays, as query and key are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.masks import Mask
+from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.tensors import RANGE_EDGES
 from cutlass_py_attn.refusals import Refusal, refuse
 
 Array = npt.NDArray[Any]
-_NAMES = ("start", "end", "start2", "end2")
+FULL: Final = Full()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyRanges:
-    """Query i sees key j if start[i] <= j < end[i] or start2[i] <= j < end2[i].
+    """The mask with which query i sees key j if key_start[i] <= j < key_end[i], and `band` lets it see the key too.
 
-    Each array is (batch, num_heads, num_queries), of integers; an axis of size 1 before the last is that of every
-    sequence or query head. Ranges may overlap, reach past the keys, and be empty: those whose start is at or behind
-    their end.
-
-    start2, end2: a second range of each query, or None
+    key_start, key_end: (batch, num_heads, num_queries) int32 arrays; an axis of size 1 before the last is that of every
+        sequence or query head. CUDA arrays are read in place when kernels run, so that other values need no other
+        kernel; NumPy arrays may be of any integers. A range may reach past the keys, which cuts it. One whose start is
+        at or behind its end is empty: its query sees no key, and has output 0 and logsumexp -inf.
+    band: a Mask that hides keys as well, such as Causal()
     """
 
-    start: Array
-    end: Array
-    start2: Array | None = None
-    end2: Array | None = None
+    key_start: Any
+    key_end: Any
+    band: Mask = FULL
 
-    def __post_init__(self) -> None:
-        for name in _NAMES:
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, np.asarray(getattr(self, name)))
-        if wrong := [*self._refusals()]:
-            raise NotSupported(wrong)
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # calls with other values are other calls
 
-    def _refusals(self) -> Iterator[Refusal]:
-        if (self.start2 is None) != (self.end2 is None):
-            yield refuse("end2", self.end2, "must come with start2", "pass both, or none")
-        for name in _NAMES:
+    def refusals(self) -> Iterator[Refusal]:
+        """Yields what is no array, and a band that is no mask."""
+        for name in RANGE_EDGES:
             array = getattr(self, name)
-            if array is None:
-                continue
-            if array.ndim != 3:
-                rule = "must be (batch, num_heads, num_queries)"
-                yield refuse(f"{name}.shape", array.shape, rule, "add the missing axes with size 1")
-            elif array.shape != self.start.shape:
-                yield refuse(f"{name}.shape", array.shape, f"must be that of start, {self.start.shape}", "broadcast it")
-            if array.dtype.kind not in "iu":
-                yield refuse(f"{name}.dtype", str(array.dtype), "must be of integers", "cast it")
+            if not any(hasattr(array, word) for word in ("dtype", "__dlpack__", "__cuda_array_interface__")):
+                rule = "must be an int32 array (batch, num_heads, num_queries)"
+                yield refuse(name, array, rule, "pass one; the first two sizes may be 1")
+        if not isinstance(self.band, Mask):
+            yield refuse("band", self.band, "must be a Mask", "create one, such as Causal()")
+
+    def arrays(self) -> dict[str, Any]:
+        """Returns the arrays by their names in a Problem, those of NumPy as int32."""
+        return dict(zip(RANGE_EDGES, map(_as_int32, (self.key_start, self.key_end)), strict=True))
 
     @staticmethod
     def of(mask: Mask, num_queries: int, num_keys: int) -> KeyRanges:
@@ -65,53 +58,31 @@ class KeyRanges:
         start, end = mask.ranges(num_queries, num_keys)
         return KeyRanges(start[None, None], end[None, None])
 
-    @property
-    def num_queries(self) -> int:
-        """Queries of each sequence."""
-        return int(self.start.shape[2])
-
-    def within(self, mask: Mask, num_keys: int) -> KeyRanges:
-        """Returns ranges of the keys that both these and a mask let each query see."""
-        start, end = mask.ranges(self.num_queries, num_keys)
-        cut = replace(self, start=np.maximum(self.start, start), end=np.minimum(self.end, end))
-        if self.start2 is None or self.end2 is None:
-            return cut
-        return replace(cut, start2=np.maximum(self.start2, start), end2=np.minimum(self.end2, end))
+    def within(self, num_keys: int) -> KeyRanges:
+        """Returns NumPy ranges without a band, cut to it and to the keys; an empty one is (0, 0)."""
+        start, end = np.asarray(self.key_start), np.asarray(self.key_end)
+        first, last = self.band.ranges(start.shape[2], num_keys)
+        start, end = np.maximum(np.maximum(start, first), 0), np.minimum(np.minimum(end, last), num_keys)
+        sees = start < end
+        return KeyRanges(np.where(sees, start, 0), np.where(sees, end, 0))
 
     def sees(self, batch: Any, head: Any, query: Any, key: Any, num_keys: int) -> Array:
         """Returns whether a query of a head of a sequence sees a key, of index arrays that broadcast."""
-        at = batch % self.start.shape[0], head % self.start.shape[1], query
-        inside = (self.start[at] <= key) & (key < self.end[at])
-        if self.start2 is not None and self.end2 is not None:
-            inside = inside | ((self.start2[at] <= key) & (key < self.end2[at]))
-        found: Array = inside & (key < num_keys)
-        return found
+        ranges = self.within(num_keys)
+        at = batch % ranges.key_start.shape[0], head % ranges.key_start.shape[1], query
+        visible: Array = (ranges.key_start[at] <= key) & (key < ranges.key_end[at])
+        return visible
 
     def materialise(self, num_keys: int) -> Array:
         """Returns the mask as a (batch, num_heads, num_queries, num_keys) bool array; slow, for tests."""
-        batch, head, query, key = np.ogrid[tuple(slice(size) for size in (*self.start.shape, num_keys))]
+        shape = *np.shape(self.key_start), num_keys
+        batch, head, query, key = np.ogrid[tuple(slice(size) for size in shape)]
         return self.sees(batch, head, query, key, num_keys)
 
-    def disjoint(self, num_keys: int) -> tuple[Array, Array]:
-        """Returns (start, end), each (batch, num_heads, num_queries, ranges), of ranges with keys between them.
 
-        All are inside the keys, and an empty one is (0, 0). There are as many ranges as a query has at most: 1 or 2.
-        """
-        start, end = _inside(self.start, self.end, num_keys)
-        if self.start2 is None or self.end2 is None:
-            return start[..., None], end[..., None]
-        start2, end2 = _inside(self.start2, self.end2, num_keys)
-        # An empty range joins the other one; ranges that touch or overlap become one.
-        is_empty, is_empty2 = end == 0, end2 == 0
-        joins = is_empty | is_empty2 | ((start <= end2) & (start2 <= end))
-        both_start = np.where(is_empty, start2, np.where(is_empty2, start, np.minimum(start, start2)))
-        both_end = np.maximum(end, end2)
-        starts = np.stack([np.where(joins, both_start, start), np.where(joins, 0, start2)], axis=-1)
-        ends = np.stack([np.where(joins, both_end, end), np.where(joins, 0, end2)], axis=-1)
-        return (starts, ends) if ends[..., 1].any() else (starts[..., :1], ends[..., :1])
-
-
-def _inside(start: Array, end: Array, num_keys: int) -> tuple[Array, Array]:
-    """Returns int32 ranges cut to the keys, (0, 0) for those without a key."""
-    first, last = (np.clip(array, 0, num_keys).astype(np.int32) for array in (start, end))
-    return np.where(first < last, first, 0), np.where(first < last, last, 0)
+def _as_int32(array: Any) -> Any:
+    """Returns a NumPy array of integers as int32, with numbers beyond these at their ends; others as they are."""
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+        return array
+    limits = np.iinfo(np.int32)
+    return np.clip(array, limits.min, limits.max).astype(np.int32)

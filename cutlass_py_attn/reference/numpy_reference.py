@@ -334,12 +334,13 @@ def _heads(mask: Mask | KeyRanges, layout: Layout) -> Iterator[tuple[SeqlenInfo,
     """Yields every head of every sequence, with the blocks of that head."""
     for sequence in layout.sequences:
         num_queries, num_keys = sequence.num_queries, sequence.num_keys
+        ranges = mask.within(num_keys) if isinstance(mask, KeyRanges) else None
         if isinstance(mask, Mask):
             sees = functools.partial(mask.sees, num_queries=num_queries, num_keys=num_keys)
             blocks = list(_blocks(sees, num_queries, num_keys))
         for head in range(layout.num_heads):
-            if isinstance(mask, KeyRanges):
-                sees = functools.partial(mask.sees, sequence.index, head, num_keys=num_keys)
+            if ranges is not None:
+                sees = functools.partial(ranges.sees, sequence.index, head, num_keys=num_keys)
                 blocks = list(_blocks(sees, num_queries, num_keys))
             yield sequence, head, blocks
 

@@ -51,7 +51,7 @@ def documents(shape: Shape, seed: int, axes: tuple[int, int]) -> KeyRanges:
         cuts = [0, *sorted(random.choice(np.arange(1, shape.num_queries), 3, replace=False)), shape.num_queries]
         for first, last in itertools.pairwise(cuts):
             start[head][first:last], end[head][first:last] = first, last
-    return KeyRanges(start, end).within(Causal(), shape.num_keys)
+    return KeyRanges(start, end, Causal())
 
 
 def everything(shape: Shape, seed: int, axes: tuple[int, int]) -> KeyRanges:
@@ -77,7 +77,7 @@ def check(case: Case, problem: Problem, plan: Plan, ptx: str, ranges: KeyRanges,
     ranges: which keys the queries see
     """
     shape, arrays, options = problem.shape, case.arrays(), {"mask": ranges}
-    arrays |= {"key_start": ranges.start, "key_end": ranges.end}
+    arrays |= ranges.arrays()
     operands = [arrays[name] for name in ("query", "key", "value")]
     options["score_mod"] = case.score_mod(arrays)
     output, logsumexp = numpy_reference.forward(*operands, **options)
@@ -130,7 +130,8 @@ def test_ranges(
     line: str, make: Any, axes: tuple[int, int], tile: str, num_sms: int, is_eager: bool, machine_code: MachineCode
 ) -> None:
     case = Case.parse(f"{line}_full seed=3")
-    problem = with_ranges(case.problem(), axes)
-    ranges = make(problem.shape, 5, axes)
+    shape = case.problem().shape
+    ranges = make(shape, 5, axes)
+    problem = with_ranges(case.problem(), axes).replace(mask=ranges.band)
     plan = planner.plan_of_build(problem, ranges_build(problem, tile), num_sms)
     check(case, problem, plan, machine_code(plan).ptx, ranges, is_eager=is_eager)

@@ -30,11 +30,10 @@ class TileStates(NamedTuple):
 
 def device_ranges(ranges: KeyRanges, num_keys: int) -> Array:
     """Returns the array `key_ranges`."""
-    start, end = ranges.disjoint(num_keys)
-    batch, heads, queries, count = start.shape
-    assert count == 1
-    padded = np.zeros((batch, heads, round_up(queries, tile_lists.ROWS_PADDING), RANGE_WORDS), np.int32)
-    padded[:, :, :queries] = np.concatenate([start, end], axis=-1)
+    ranges = ranges.within(num_keys)
+    *heads, queries = ranges.key_start.shape
+    padded = np.zeros((*heads, round_up(queries, tile_lists.ROWS_PADDING), RANGE_WORDS), np.int32)
+    padded[:, :, :queries] = np.stack([ranges.key_start, ranges.key_end], axis=-1)
     return padded
 
 
