@@ -368,7 +368,7 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
     shape = problem.shape
     pairs: list[tuple[str, object, object]] = [
         ("dtype", problem.dtype, build.dtype),
-        ("mask.form", problem.mask.form, build.mask),
+        ("mask", problem.form, build.mask),
         ("features", problem.features, build.features),
         ("gradients", problem.gradients, build.gradients),
         ("head_dim", shape.head_dim, build.head_dim),

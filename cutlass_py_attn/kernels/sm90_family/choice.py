@@ -271,7 +271,7 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     left, right = problem.mask.edges
     values = {"num_queries": shape.num_queries, "num_keys": shape.num_keys, "window_left": left, "window_right": right}
     values |= {"bottom_right": int(problem.mask.bottom_right)}
-    sees_keys = sm90.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
+    sees_keys = sm90.sees_keys(problem.form, tile.tile_m).evaluate(values)
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
 
@@ -283,14 +283,14 @@ def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
     features = sm90.MULTICAST_FORWARD.features
-    is_plain = {*problem.features} <= {*features} and problem.mask.form.grows
+    is_plain = {*problem.features} <= {*features} and problem.form.grows
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
 def split_kv_objection(problem: Problem) -> str:
     """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
     features = sm90.SPLIT_KV_FORWARD.features
-    if problem.direction != "forward" or problem.mask.form.has_left or not {*problem.features} <= {*features}:
+    if problem.direction != "forward" or problem.form.has_left or not {*problem.features} <= {*features}:
         return f"the kernel has no windows, and no features but {', '.join(features)}"
     is_invariant = problem.pages is not None and problem.pages.invariant
     return "results would depend on the other sequences of a call, and pages are invariant" if is_invariant else ""
