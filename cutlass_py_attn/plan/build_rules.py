@@ -12,7 +12,6 @@ from typing import Final
 
 from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel, listed, refuse
-from cutlass_py_attn.kernels.sm90 import rules as sm90_rules
 from cutlass_py_attn.kernels.sm90_family import tile_options
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_D

@@ -67,7 +67,6 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view
 from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.backward_kernel import (
     CONSUMER_START,
     BackwardGradBiasKernelSm90,
@@ -95,14 +94,15 @@ from cutlass_py_attn.kernels.sm90.key_tile_scheduler import (
 )
 from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
 from cutlass_py_attn.kernels.sm90.listed_tiles import ListedKeyTileScheduler, ListedQueryTileOrder
-from cutlass_py_attn.kernels.sm90.named_barriers import BackwardBarrier
-from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.kernels.sm90.schedule import schedule_of
-from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.named_barriers import BackwardBarrier
+from cutlass_py_attn.kernels.sm90_common.pipelines import PipelineSpec, arrive, arrive_all, previous_stage
+from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90_common.swap_ab import swap_view
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.grad_bias import uses_wgmma

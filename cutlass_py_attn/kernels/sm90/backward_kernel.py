@@ -30,12 +30,11 @@ from cutlass_py_attn.kernels.sm90.layout import (
     ADDING_WARPS,
     DQ_WARPGROUPS,
     GRAD_BIAS_WARP,
-    LOAD_WARPGROUPS,
     adds_in_order,
     registers,
     stored_tiles,
-    tma_tiles,
 )
+from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS, tma_tiles
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS, WARPGROUP_WARPS
 

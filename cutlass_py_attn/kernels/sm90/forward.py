@@ -45,18 +45,20 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.sm90 import pipelines
 from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
-from cutlass_py_attn.kernels.sm90.cluster import Cluster, SingleCta
-from cutlass_py_attn.kernels.sm90.dropout_prefetch import RowDropout
 from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
-from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, registers, splits_key_loop, tma_tiles
-from cutlass_py_attn.kernels.sm90.listed_tiles import ListedTileScheduler, entry
-from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads
+from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, registers, splits_key_loop
+from cutlass_py_attn.kernels.sm90.listed_tiles import ListedTileScheduler
 from cutlass_py_attn.kernels.sm90.row_ranges import RowRanges
 from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
-from cutlass_py_attn.kernels.sm90.tile_scheduler import (
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.cluster import Cluster, SingleCta
+from cutlass_py_attn.kernels.sm90_common.dropout_prefetch import RowDropout
+from cutlass_py_attn.kernels.sm90_common.layout import num_stages, tma_tiles
+from cutlass_py_attn.kernels.sm90_common.listed_tiles import entry
+from cutlass_py_attn.kernels.sm90_common.paged_loads import PagedLoads
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import (
     ClusterTileScheduler,
     Cursor,
     LastRoundsScheduler,

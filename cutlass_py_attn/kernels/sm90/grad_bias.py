@@ -36,8 +36,8 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod, bias_of, bias_source
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import doivj, matmul_qk
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.layout import num_stages, tma_tiles
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import MMA_ROWS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS

@@ -20,7 +20,7 @@ from cutlass_py_attn.kernels.common.wgmma import Wgmma
 from cutlass_py_attn.kernels.component_gemms.products import grad_q
 from cutlass_py_attn.kernels.sm90.layout import grad_query_bytes, grad_query_piece, staged_pieces
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS, GemmSpec

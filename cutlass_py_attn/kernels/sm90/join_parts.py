@@ -16,7 +16,7 @@ from cutlass_py_attn.kernels.common import dependent_launch, logsumexp, params, 
 from cutlass_py_attn.kernels.common.combine import VECTOR, Combine, PackedRow
 from cutlass_py_attn.kernels.common.params import RowCoordinates
 from cutlass_py_attn.kernels.common.softmax import QUAD
-from cutlass_py_attn.kernels.sm90.tile_scheduler import SharedEndScheduler, SplitKeysScheduler
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import SharedEndScheduler, SplitKeysScheduler
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import COMBINE_WARPS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -13,16 +13,19 @@ from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
 from cutlass_py_attn.kernels.kernel import TERMS, BufferRule, FusedKernel, Tile, no_products, no_splits
 from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
 from cutlass_py_attn.kernels.sm90 import rules as tile_rules
-from cutlass_py_attn.kernels.sm90 import shared_tiles
-from cutlass_py_attn.kernels.sm90.layout import (
-    DQ_WARPGROUPS,
-    LOAD_WARPGROUPS,
-    deals_last_rounds,
-    stored_tiles,
-    tma_tiles,
-)
+from cutlass_py_attn.kernels.sm90.layout import DQ_WARPGROUPS, deals_last_rounds, stored_tiles
 from cutlass_py_attn.kernels.sm90.schedule import steps_of
-from cutlass_py_attn.launch.arch import Architecture
+from cutlass_py_attn.kernels.sm90_common import shared_tiles
+from cutlass_py_attn.kernels.sm90_common.kernel import (
+    WITHOUT_DROPOUT,
+    Reason,
+    computing,
+    consumer_threads,
+    limited_by,
+    persistent_blocks,
+    reason,
+)
+from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS, tma_tiles
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import LAST_VALUE, delta_clears_sums
 from cutlass_py_attn.launch.expressions import (
@@ -32,12 +35,11 @@ from cutlass_py_attn.launch.expressions import (
     Name,
     Number,
     ceil_div,
-    maximum,
     minimum,
     round_up,
     times,
 )
-from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS, WARPGROUP_WARPS
+from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
@@ -65,8 +67,6 @@ from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
-Reason = Callable[[Problem, Build, Mapping[str, int]], str]
-
 # Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
 # block of its own costs a tile about 2 us.
 LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
@@ -88,16 +88,6 @@ def backward_warps(build: Build) -> Build:
         warps_grad_k=key_warps,
         warps_grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1),
     )
-
-
-def limited_by(registers: Callable[[Build], tuple[int, ...]]) -> Callable[[Build, Architecture], int]:
-    """Returns `accumulator_limit` of a kernel: the registers of a thread of the warpgroups that compute."""
-    return lambda build, limits: registers(build)[-1]
-
-
-def consumer_threads(build: Build) -> int:
-    """Returns the threads that have accumulators of scores."""
-    return build.warps_scores[0] * WARP_THREADS
 
 
 def forward_accumulators(build: Build) -> int:
@@ -130,9 +120,9 @@ def main_grid(build: Build) -> Grid:
         return _per_head_blocks(), ONE, ONE
     cluster = build.cluster
     if build.shares_query_tiles:
-        return _up_to_sms(WORK_TILES * NUM_SPLITS_KEY), ONE, ONE
+        return persistent_blocks(WORK_TILES * NUM_SPLITS_KEY), ONE, ONE
     if SHARED_END in build.options:
-        return _up_to_sms(WORK_TILES * Name("num_splits_query")), ONE, ONE
+        return persistent_blocks(WORK_TILES * Name("num_splits_query")), ONE, ONE
     if build.kind == "forward":
         work_tiles = ceil_div(NUM_QUERIES, build.tile_m * cluster) * NUM_HEADS * BATCH
     else:
@@ -140,15 +130,8 @@ def main_grid(build: Build) -> Grid:
         work_tiles = ceil_div(NUM_KEYS, build.tile_n * cluster) * heads * BATCH
     if deals_last_rounds(build):
         has_rounds = work_tiles >= LAST_ROUNDS_LEAST * NUM_SMS
-        return _up_to_sms(work_tiles), 1 + LAST_ROUNDS * (NUM_QUERIES >= LAST_ROUNDS_LENGTH) * has_rounds, ONE
-    if cluster == 1:
-        return _up_to_sms(work_tiles), ONE, ONE
-    return cluster * maximum(minimum(NUM_SMS // cluster, work_tiles), 1), ONE, ONE
-
-
-def _up_to_sms(work_tiles: Expr) -> Expr:
-    """Returns the persistent blocks that compute so many work tiles: at least one, and one for each SM at most."""
-    return maximum(minimum(NUM_SMS, work_tiles), 1)
+        return persistent_blocks(work_tiles), 1 + LAST_ROUNDS * (NUM_QUERIES >= LAST_ROUNDS_LENGTH) * has_rounds, ONE
+    return persistent_blocks(work_tiles, cluster), ONE, ONE
 
 
 def num_splits_key(build: Build) -> Expr:
@@ -157,7 +140,7 @@ def num_splits_key(build: Build) -> Expr:
 
 
 def _per_head_blocks() -> Expr:
-    return _up_to_sms(NUM_HEADS_KEY * BATCH)
+    return persistent_blocks(NUM_HEADS_KEY * BATCH)
 
 
 def _combine_grid(build: Build) -> dict[str, Grid]:
@@ -231,18 +214,9 @@ def _sees_keys(build: Build) -> Iterator[tuple[Expr, str]]:
         yield sees_keys(build.form, build.tile_m), says
 
 
-def reason(roles: Callable[[Build], str]) -> Reason:
-    """Returns `reason` of a kernel, from what the warpgroups of a block do."""
-
-    def of_plan(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
-        return f"sm90 family (wgmma, TMA): {roles(build)}"
-
-    return of_plan
-
-
 def forward_reason(shares: str = "", loads: str = "one warp loads") -> Reason:
     """Returns `reason` of a forward; shares: how several blocks share work; loads: what the first warpgroup does."""
-    return reason(lambda build: f"{shares}{_computing(build)} S and O, {loads}")
+    return reason(lambda build: f"{shares}{computing(build)} S and O, {loads}")
 
 
 def _backward_reason(shares: str = "", dk: str = "dK and dV", dq: str = "dQ") -> Reason:
@@ -250,14 +224,9 @@ def _backward_reason(shares: str = "", dk: str = "dK and dV", dq: str = "dQ") ->
 
     def roles(build: Build) -> str:
         of_group = "a block computes a key tile of all query heads of a group: " if build.has("grouped") else ""
-        return f"{shares or of_group}{_computing(build)} {dk}, one computes {dq}, one warp loads"
+        return f"{shares or of_group}{computing(build)} {dk}, one computes {dq}, one warp loads"
 
     return reason(roles)
-
-
-def _computing(build: Build) -> str:
-    consumers = build.warps_scores[0] // WARPGROUP_WARPS
-    return "one warpgroup computes" if consumers == 1 else f"{consumers} warpgroups compute"
 
 
 def _forward_maps(build: Build) -> dict[str, Tile]:
@@ -268,8 +237,6 @@ def _forward_maps(build: Build) -> dict[str, Tile]:
 def _backward_maps(build: Build) -> dict[str, Tile]:
     return tma_tiles(build) | stored_tiles(build)
 
-
-WITHOUT_DROPOUT: Final = ("softcap", "bias", "alibi", "sinks")
 
 FORWARD: Final = FusedKernel(
     kind="forward",

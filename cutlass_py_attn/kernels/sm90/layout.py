@@ -1,21 +1,11 @@
-"""Roles, tiles, shared memory and registers of the sm90 kernels: what their machine code reads of a Build.
-
-kernel            warpgroups
-forward           1 loads; 1, 2 or 3 compute S and O of 64 query rows each
-forward, MLA      1 loads; 2 compute S of every second key tile, and half of the columns of O, of 64 query rows
-forward, e4m3     1 loads and transposes values; 1, 2 or 3 compute S and O of 64 query rows each
-e4m3 cache        1 loads and converts keys and values; 1, 2 or 3 compute S and O of 64 query rows each
-forward, wide     1 loads; 2 compute S of every second key tile, and some columns of O, of 64 query rows
-backward, wide    1 loads; 2 compute S and dP of every second tile, and some columns of dQ, dK or dV, of 64 rows
-backward          1 loads; 1 computes dQ; 1 or 2 compute S, dP, dV and dK of 64 keys each
-backward, 2-CTA   1 loads; 1 computes dQ of both blocks; 1 computes P and dV; 1 computes dS and dK
-"""
+"""Tiles, shared memory and registers of the sm90 kernels: what their machine code reads of a Build."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Final
 
+from cutlass_py_attn.kernels.sm90_common.layout import DROPOUT_TILES, dropout_tile_bytes
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
@@ -28,7 +18,6 @@ from cutlass_py_attn.launch.variants import (
 from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
-LOAD_WARPGROUPS: Final = 1
 DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
 KEY_REGISTERS_PIECE: Final = (32, 64)  # (rows, columns) of dQ in one product of variant key_registers
@@ -37,41 +26,15 @@ ADDING_WARPS: Final = 2  # of a deterministic backward, which take turns to add 
 GRAD_BIAS_WARP: Final = WARPGROUP_WARPS - 1  # of a backward: it stores dS as the gradient of the bias
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
-# Tiles whose dropout bits the kernels generate at once; the first number that fits is chosen.
-DROPOUT_TILES: Final = (32, 16, 8, 4)
 DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the backward generates together
 # Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
 FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
 SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
 
 
-def tma_tiles(build: Build) -> dict[str, tuple[int, int]]:
-    """Returns (rows, columns) of the tiles that TMA loads, by operand, in the order of the kernel's tensor maps."""
-    if build.kind == "backward":
-        return {
-            "query": (build.block_queries, build.columns),
-            "grad_output": (build.block_queries, build.columns_value),
-            "key": (build.tile_n, build.columns),
-            "value": (build.tile_n, build.columns_value),
-        }
-    return {
-        "query": (build.tile_m, build.columns),
-        "key": (build.tile_n, build.columns),
-        "value": (build.tile_n, build.columns_value),
-    }
-
-
 def stored_tiles(build: Build) -> dict[str, tuple[int, int]]:
     """Returns (rows, columns) of the tiles that TMA stores, by tensor; their maps follow those of loads."""
     return {"grad_bias": (build.tile_m, build.tile_n)} if build.maps_grad_bias else {}
-
-
-def num_stages(build: Build) -> dict[str, int]:
-    """Returns the pipeline stages of each operand that TMA loads, as the shared-memory map has them."""
-    return {
-        name: build.buffer(name).bytes // (rows * columns * build.item_bytes)
-        for name, (rows, columns) in tma_tiles(build).items()
-    }
 
 
 def forward_map(build: Build) -> tuple[Buffer, ...]:
@@ -128,11 +91,6 @@ def deals_last_rounds(build: Build) -> bool:
     """
     is_causal = build.kind == "forward" and build.form.grows
     return is_causal and build.tile_m == 192 and not build.has("varlen") and not build.has_combine
-
-
-def dropout_tile_bytes(build: Build) -> int:
-    """Returns the bytes of the dropout bits of one tile: one bit for each score."""
-    return build.tile_m * build.tile_n // 8
 
 
 def backward_map(build: Build) -> tuple[Buffer, ...]:

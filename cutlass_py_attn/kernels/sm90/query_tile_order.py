@@ -13,7 +13,7 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import QUERY_HEADS
 
 if TYPE_CHECKING:
-    from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+    from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 
 
 @dataclass(frozen=True)

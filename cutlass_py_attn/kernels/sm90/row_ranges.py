@@ -4,11 +4,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from cutlass_py_attn.integers import ceil_div, round_up, smaller
 from cutlass_py_attn.kernels.common.masking import WORD_BITS, bits_before
-from cutlass_py_attn.kernels.sm90.listed_tiles import Record, load_int32
+from cutlass_py_attn.kernels.sm90_common.listed_tiles import Record, load_int32, range_place
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import RANGE_WORDS, RANGES_PADDING
 
@@ -47,8 +47,3 @@ class RowRanges:
             for column in range(columns):
                 bit = words[column // WORD_BITS] & Uint32(1 << column % WORD_BITS)
                 scores[row, column] = cutlass.select_(bit != Uint32(0), scores[row, column], -Float32.inf)
-
-
-def range_place(p: Any, batch: Int32, head: Int32, query: Any) -> Int64:
-    """Returns where the range of a query starts in key_ranges (elements)."""
-    return Int64(batch) * p.key_ranges_batch + Int64(head) * p.key_ranges_head + Int64(query) * RANGE_WORDS

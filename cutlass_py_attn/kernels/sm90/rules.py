@@ -7,18 +7,13 @@ from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Refusals, listed, refuse
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90.layout import (
-    CONSUMER_WARPGROUPS,
-    DQ_WARPGROUPS,
-    FORWARD_REGISTERS,
-    LOAD_WARPGROUPS,
-)
-from cutlass_py_attn.launch.arch import architecture
+from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS, DQ_WARPGROUPS, FORWARD_REGISTERS
+from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS
+from cutlass_py_attn.kernels.sm90_common.rules import WGMMA_DEPTH, consumers, sm90_standard
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.variants import (
     DS_REGISTERS,
-    E4M3,
     KEEPS_DS,
     KEY_REGISTERS,
     MULTICAST,
@@ -26,58 +21,15 @@ from cutlass_py_attn.launch.variants import (
     QUERY_HEADS,
     SPLIT_KV,
     STANDARD,
-    WIDE,
 )
-from cutlass_py_attn.problem.tensors import FLOAT8, OPERANDS, ROW_ALIGNMENT_BYTES
+from cutlass_py_attn.problem.tensors import OPERANDS, ROW_ALIGNMENT_BYTES
 
-SM90_MAX_HEAD_DIM: Final = 256
 # tile_m by columns
 KEEPS_DS_TILES: Final = {DS_REGISTERS: {32: 128, 64: 128, 96: 64, 128: 64}, KEY_REGISTERS: {64: 128}}
 BIAS_WITH_TERMS_HEAD_DIM: Final = 64  # the widest with which the sm90 backward has registers for a bias and any terms
 SCORE_ROWS_HEAD_DIMS: Final = (192, 128)  # the widest (head_dim, head_dim_value) with which score_rows leave registers
 SM90_BACKWARD_TILE_M: Final = (64, 128)
-KEY_RANGES_BODIES: Final = {
-    "forward": (("sm90", STANDARD),),
-    "backward": tuple(("sm90", variant) for variant in (STANDARD, *KEEPS_DS)),
-}
-KEY_RANGES_FEATURES: Final = ("grouped", "sinks")
-WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
 SM90_TILE_N: Final = (64, 256)  # least and most keys of the forward; wgmma has up to 256 columns
-
-
-def sm90_operands(build: Build) -> Refusals:
-    """Yields the rules of the target, dtype and rows of every sm90 kernel."""
-    if not architecture(build.arch).has_wgmma:
-        yield refuse(build, "arch", "has no wgmma", "use sm_90a, or family sm80")
-    if build.variant == E4M3 and build.dtype != FLOAT8:
-        yield refuse(build, "dtype", f"variant {E4M3} multiplies {FLOAT8}", "use it, or another variant")
-    elif build.variant != E4M3 and build.item_bytes != 2:
-        yield refuse(build, "dtype", "the kernel multiplies 16-bit operands", "use float16 or bfloat16")
-    if build.vector_bytes < ROW_ALIGNMENT_BYTES:
-        yield refuse(build, "vector_bytes", f"TMA loads rows aligned to {ROW_ALIGNMENT_BYTES} bytes", "align them")
-
-
-def sm90_head_dims(build: Build, kernels: str, widest: int, other: str) -> Refusals:
-    """Yields the rule that head dims are at most `widest`; kernels: what ends there, other: what has wider ones."""
-    for field in ("head_dim", "head_dim_value"):
-        if getattr(build, field) > widest:
-            yield refuse(build, field, f"{kernels} at {widest}", f"use {other}")
-
-
-def sm90_standard(build: Build) -> Refusals:
-    """Yields the rules of operands and head dims of every sm90 kernel but those of variants wide and mla."""
-    yield from sm90_operands(build)
-    kernels, other = "the sm90 kernels of narrower heads end", f"variant {WIDE} or family sm80"
-    yield from sm90_head_dims(build, kernels, SM90_MAX_HEAD_DIM, other)
-
-
-def consumers(build: Build, others: int, allowed: tuple[int, ...]) -> Refusals:
-    """Yields the rule of warps: `others` warpgroups load or compute dQ, and the kernel has registers for the rest."""
-    count, rest = divmod(build.warps - others * WARPGROUP_WARPS, WARPGROUP_WARPS)
-    if rest or count not in allowed:
-        warps = tuple((others + number) * WARPGROUP_WARPS for number in allowed)
-        rule = f"the kernel has registers for {listed(allowed)} warpgroups beside {others} that load or compute dQ"
-        yield refuse(build, "warps", rule, f"use {listed(warps)}")
 
 
 def forward_rows(build: Build, row_choices: Iterable[int]) -> Refusals:
@@ -105,20 +57,6 @@ def two_key_tiles(build: Build) -> Refusals:
     """Yields the rule that a forward has two key tiles in flight."""
     if build.query_stages < 2:
         yield refuse(build, "query_stages", "the next key tile is loaded while this one is multiplied", "use 2 or more")
-
-
-def key_ranges(build: Build) -> Refusals:
-    """Yields the rules of mask form "ranges" of every kernel."""
-    if (build.family, build.variant) not in KEY_RANGES_BODIES.get(build.kind, ()):
-        rule = "the standard sm90 forward, and standard, ds_registers and key_registers sm90 backwards read ranges"
-        yield refuse(build, "mask", rule, "use one of them")
-    if not {*build.features} <= {*KEY_RANGES_FEATURES}:
-        rule = f"with ranges of keys a kernel has {listed(KEY_RANGES_FEATURES)} alone"
-        yield refuse(build, "features", rule, "use another mask")
-    if build.deterministic:
-        yield refuse(build, "deterministic", "work lists have no order in which dQ is added", "use another mask")
-    if build.score_rows:
-        yield refuse(build, "score_rows", "lists have whole query tiles", "use 0")
 
 
 def sm90_forward(build: Build) -> Refusals:

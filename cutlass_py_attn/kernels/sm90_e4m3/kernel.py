@@ -8,6 +8,7 @@ from typing import Final
 from cutlass_py_attn.kernels.kernel import Refusals, listed, refuse
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
 from cutlass_py_attn.kernels.sm90.rules import forward_rows, two_key_tiles
+from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
 from cutlass_py_attn.kernels.sm90_e4m3 import layout
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import E4M3
@@ -22,7 +23,7 @@ def _refusals(build: Build) -> Refusals:
 
 
 def _accumulators(build: Build) -> int:
-    return layout.consumer_registers(build, sm90.consumer_threads(build))
+    return layout.consumer_registers(build, sm90_common.consumer_threads(build))
 
 
 FORWARD: Final = replace(
@@ -35,7 +36,7 @@ FORWARD: Final = replace(
     refusals=_refusals,
     shared_memory=layout.forward_map,
     accumulators=_accumulators,
-    accumulator_limit=sm90.limited_by(layout.registers),
+    accumulator_limit=sm90_common.limited_by(layout.registers),
     reason=sm90.forward_reason(loads="one warp loads, two transpose values"),
 )
 KERNELS: Final = (FORWARD,)

@@ -7,8 +7,9 @@ from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Refusals, Tile, refuse
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90.rules import forward_keys, forward_rows, two_key_tiles
+from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import (
     MOST_VECTORS,
     REGISTERS,
@@ -56,7 +57,7 @@ FORWARD: Final = replace(
     "bits",
     layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     refusals=_refusals,
-    accumulator_limit=sm90.limited_by(registers),
+    accumulator_limit=sm90_common.limited_by(registers),
     tensor_maps=_query_map,
     reason=sm90.forward_reason(loads="one loads keys and values and converts them to 16 bits"),
 )

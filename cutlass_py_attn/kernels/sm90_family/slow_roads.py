@@ -8,8 +8,8 @@ from typing import Final
 from cutlass_py_attn.kernels.kernel import Kernel
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
 from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
+from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide

@@ -13,7 +13,7 @@ from cutlass import Int32, Uint32
 
 from cutlass_py_attn.integers import smaller
 from cutlass_py_attn.kernels.common import dropout, seqlen_info, tile_copy
-from cutlass_py_attn.kernels.sm90.layout import dropout_tile_bytes
+from cutlass_py_attn.kernels.sm90_common.layout import dropout_tile_bytes
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import WORD_BYTES
 

@@ -24,7 +24,7 @@ from cutlass_py_attn.kernels.common import paging, params, seqlen_info, tile_cop
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, most_box_rows
 from cutlass_py_attn.kernels.common.paging import PageRow
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import swizzle_bytes
 

@@ -9,9 +9,9 @@ from cutlass import Int16, Int32
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import tile_copy, tma
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
-from cutlass_py_attn.kernels.sm90.pipelines import arrive
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90_common.pipelines import arrive
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import CLUSTER
 

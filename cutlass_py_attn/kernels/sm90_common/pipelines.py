@@ -9,7 +9,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64
 
 from cutlass_py_attn.kernels.common import tile_copy, tma
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.launch.build import Build
 
 
