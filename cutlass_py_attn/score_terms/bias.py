@@ -6,7 +6,7 @@ backward through TMA (kernels/sm90/grad_bias_store.py), for sequences of one len
 problems with that gradient run in the sm80 kernels, where kernels/backward_parts sums it if the main kernel cannot.
 
 The kernels load a bias tile ahead of its scores: the sm80 kernels and the sm90 backward by cp.async into shared memory
-(kernels/sm90/transposed_bias.py), the sm90 forward into registers (kernels/sm90/score_mod_registers.py).
+(kernels/sm90/transposed_bias.py), the sm90 forward into registers (kernels/sm90_forward/score_mod_registers.py).
 """
 
 from __future__ import annotations

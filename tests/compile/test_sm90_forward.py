@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.kernels import families
-from cutlass_py_attn.kernels.sm90.layout import splits_key_loop
 from cutlass_py_attn.kernels.sm90_common.layout import num_stages, tma_tiles
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.kernels.sm90_family import tiles as plan_table
+from cutlass_py_attn.kernels.sm90_forward.layout import splits_key_loop
 from cutlass_py_attn.launch.arch import architecture, targets
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import swizzle_bytes

@@ -1,4 +1,4 @@
-"""kernels/sm90/forward.py with options: its machine code, executed with all warp roles and barriers.
+"""kernels/sm90_forward/forward.py with options: its machine code, executed with all warp roles and barriers.
 
 The weights of a key tile use the maxima before it, and the tile is computed again where a score exceeds them by far.
 """

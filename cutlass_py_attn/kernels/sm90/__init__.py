@@ -1,1 +1,1 @@
-"""Warp-specialised forward and backward on wgmma and TMA, for sm_90a."""
+"""Warp-specialised backward on wgmma and TMA, for sm_90a."""

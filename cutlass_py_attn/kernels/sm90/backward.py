@@ -41,7 +41,7 @@ Variants ds_registers and key_registers keep dS^T in registers, and less is read
 P^T and dS^T take turns in the same registers: 6 of the iteration before ends before P is converted, and 5 before dS is;
 where 5 is issued first, it ends with 3.
 
-With mask form "ranges", the tiles and their order come from lists in memory (sm90/listed_tiles.py), and the ranges of a
+With mask form "ranges", the tiles and their order come from lists in memory (listed_key_tiles.py), and the ranges of a
 query tile's rows are loaded with its grad_output (sm90/block_ranges.py).
 
 Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py. Each consumer warp copies
@@ -93,7 +93,7 @@ from cutlass_py_attn.kernels.sm90.key_tile_scheduler import (
     SharedEndKeyTileScheduler,
 )
 from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
-from cutlass_py_attn.kernels.sm90.listed_tiles import ListedKeyTileScheduler, ListedQueryTileOrder
+from cutlass_py_attn.kernels.sm90.listed_key_tiles import ListedKeyTileScheduler, ListedQueryTileOrder
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.kernels.sm90.schedule import schedule_of
 from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores

@@ -1,7 +1,4 @@
-"""sm90 family (wgmma, TMA): its kernels, their warps, registers, grids and tensor maps.
-
-`kernels/sm90_family/choice.py` says which problems they take, and which of them the planner has for a problem.
-"""
+"""sm90 backward (wgmma, TMA): its kernels, their warps, registers, grids and tensor maps."""
 
 from __future__ import annotations
 
@@ -10,10 +7,9 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
-from cutlass_py_attn.kernels.kernel import TERMS, BufferRule, FusedKernel, Tile, no_products, no_splits
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
-from cutlass_py_attn.kernels.sm90 import rules as tile_rules
-from cutlass_py_attn.kernels.sm90.layout import DQ_WARPGROUPS, deals_last_rounds, stored_tiles
+from cutlass_py_attn.kernels.kernel import TERMS, BufferRule, FusedKernel, Tile, no_products
+from cutlass_py_attn.kernels.sm90.layout import DQ_WARPGROUPS, backward_map, registers, stored_tiles
+from cutlass_py_attn.kernels.sm90.rules import sm90_backward
 from cutlass_py_attn.kernels.sm90.schedule import steps_of
 from cutlass_py_attn.kernels.sm90_common import shared_tiles
 from cutlass_py_attn.kernels.sm90_common.kernel import (
@@ -25,20 +21,10 @@ from cutlass_py_attn.kernels.sm90_common.kernel import (
     persistent_blocks,
     reason,
 )
-from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS, tma_tiles
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.entry_points import LAST_VALUE, delta_clears_sums
-from cutlass_py_attn.launch.expressions import (
-    ONE,
-    Expr,
-    Grid,
-    Name,
-    Number,
-    ceil_div,
-    minimum,
-    round_up,
-    times,
-)
+from cutlass_py_attn.launch.entry_points import delta_clears_sums
+from cutlass_py_attn.launch.expressions import ONE, Expr, Grid, Name, Number, ceil_div, minimum, round_up, times
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.names import (
     BATCH,
@@ -47,35 +33,16 @@ from cutlass_py_attn.launch.names import (
     NUM_HEADS_KEY,
     NUM_KEYS,
     NUM_QUERIES,
-    NUM_SMS,
-    NUM_SPLITS_KEY,
     TOTAL_KEY_TILES,
     WORK_TILES,
 )
-from cutlass_py_attn.launch.variants import (
-    DS_REGISTERS,
-    KEY_REGISTERS,
-    MULTICAST,
-    PER_HEAD,
-    QUERY_HEADS,
-    SHARED_END,
-    SPLIT_KV,
-    STANDARD,
-)
+from cutlass_py_attn.launch.variants import DS_REGISTERS, KEY_REGISTERS, PER_HEAD, QUERY_HEADS, SHARED_END, STANDARD
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import F32_BYTES, WORD_BYTES
 from cutlass_py_attn.score_terms import registry
 
-# Rounds at the end of a forward whose tiles the GPU deals to blocks, from so many queries and so many rounds on: a
-# block of its own costs a tile about 2 us.
-LAST_ROUNDS, LAST_ROUNDS_LENGTH, LAST_ROUNDS_LEAST = 3, 4096, 16
 _DK_FROM_REGISTERS: Final = "dK from dS in registers, and dV"
-
-
-def forward_warps(build: Build) -> Build:
-    """Returns the forward with its warps: warpgroups have rows of S and O."""
-    return replace(build, warps_scores=(build.warps - LOAD_WARPGROUPS * WARPGROUP_WARPS, 1))
 
 
 def backward_warps(build: Build) -> Build:
@@ -88,11 +55,6 @@ def backward_warps(build: Build) -> Build:
         warps_grad_k=key_warps,
         warps_grad_q=(DQ_WARPGROUPS * WARPGROUP_WARPS, 1),
     )
-
-
-def forward_accumulators(build: Build) -> int:
-    """Returns the registers of S, of the 16-bit weights beside it, and of O."""
-    return build.tile_m * (build.tile_n + build.tile_n // 2 + build.columns_value) // consumer_threads(build)
 
 
 def _backward_accumulators(build: Build) -> int:
@@ -112,25 +74,16 @@ def _with_gradients(build: Build, scores: int) -> int:
 def main_grid(build: Build) -> Grid:
     """Returns the grid of the main kernel: persistent blocks, one for each SM, or whole clusters of them.
 
-    Work tiles are query tiles in the forward, key tiles in the backward, of every key head or every query head, and
-    heads with one block per head. A cluster computes as many neighbouring tiles as it has blocks.
-    Blocks with y > 0 compute one query tile each, of the last rounds.
+    Work tiles are key tiles of every key head or every query head, and heads with one block per head. A cluster
+    computes as many neighbouring tiles as it has blocks.
     """
     if build.variant == PER_HEAD:
         return _per_head_blocks(), ONE, ONE
     cluster = build.cluster
-    if build.shares_query_tiles:
-        return persistent_blocks(WORK_TILES * NUM_SPLITS_KEY), ONE, ONE
     if SHARED_END in build.options:
         return persistent_blocks(WORK_TILES * Name("num_splits_query")), ONE, ONE
-    if build.kind == "forward":
-        work_tiles = ceil_div(NUM_QUERIES, build.tile_m * cluster) * NUM_HEADS * BATCH
-    else:
-        heads = NUM_HEADS if build.variant == QUERY_HEADS else NUM_HEADS_KEY
-        work_tiles = ceil_div(NUM_KEYS, build.tile_n * cluster) * heads * BATCH
-    if deals_last_rounds(build):
-        has_rounds = work_tiles >= LAST_ROUNDS_LEAST * NUM_SMS
-        return persistent_blocks(work_tiles), 1 + LAST_ROUNDS * (NUM_QUERIES >= LAST_ROUNDS_LENGTH) * has_rounds, ONE
+    heads = NUM_HEADS if build.variant == QUERY_HEADS else NUM_HEADS_KEY
+    work_tiles = ceil_div(NUM_KEYS, build.tile_n * cluster) * heads * BATCH
     return persistent_blocks(work_tiles, cluster), ONE, ONE
 
 
@@ -143,27 +96,14 @@ def _per_head_blocks() -> Expr:
     return persistent_blocks(NUM_HEADS_KEY * BATCH)
 
 
-def _combine_grid(build: Build) -> dict[str, Grid]:
-    return {"combine": shared_tiles.combine_grid(build)} if build.shares_query_tiles else {}
-
-
 def _finish_kv_grid(build: Build) -> dict[str, Grid]:
     """Returns the grid of the kernel that converts dK and dV: a block for the rows of one warpgroup."""
     rows = times(ceil_div(NUM_KEYS, build.tile_n), build.tile_n // WARPGROUP_ROWS)
     return {"finish_kv": (rows, NUM_HEADS_KEY, BATCH)}
 
 
-def _shared_query_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
-    return shared_tiles.query_tiles(build) if build.shares_query_tiles else {}
-
-
 def _shared_key_tiles(problem: Problem, build: Build) -> dict[str, Expr]:
     return shared_tiles.key_tiles(build) if SHARED_END in build.options else {}
-
-
-def _forward_workspace(build: Build) -> tuple[BufferRule, ...]:
-    parts = shared_tiles.parts_bytes(build) if build.shares_query_tiles else {}
-    return tuple(BufferRule(name, size, condition=NUM_SPLITS_KEY > 1) for name, size in parts.items())
 
 
 def _backward_workspace(build: Build) -> tuple[BufferRule, ...]:
@@ -214,11 +154,6 @@ def _sees_keys(build: Build) -> Iterator[tuple[Expr, str]]:
         yield sees_keys(build.form, build.tile_m), says
 
 
-def forward_reason(shares: str = "", loads: str = "one warp loads") -> Reason:
-    """Returns `reason` of a forward; shares: how several blocks share work; loads: what the first warpgroup does."""
-    return reason(lambda build: f"{shares}{computing(build)} S and O, {loads}")
-
-
 def _backward_reason(shares: str = "", dk: str = "dK and dV", dq: str = "dQ") -> Reason:
     """Returns `reason` of a backward; shares: how blocks divide key tiles and heads, if not a block a key tile."""
 
@@ -229,55 +164,10 @@ def _backward_reason(shares: str = "", dk: str = "dK and dV", dq: str = "dQ") ->
     return reason(roles)
 
 
-def _forward_maps(build: Build) -> dict[str, Tile]:
-    tiles = tma_tiles(build)
-    return {**tiles, LAST_VALUE: tiles["value"]} if build.has(registry.PAGED) else tiles
-
-
 def _backward_maps(build: Build) -> dict[str, Tile]:
     return tma_tiles(build) | stored_tiles(build)
 
 
-FORWARD: Final = FusedKernel(
-    kind="forward",
-    family="sm90",
-    variant=STANDARD,
-    module="sm90.forward",
-    summary="persistent blocks over query tiles",
-    layouts=(*registry.LAYOUTS, registry.PAGED),
-    takes_negative_scales=False,
-    terms=TERMS,
-    refusals=tile_rules.sm90_forward,
-    with_warps=forward_warps,
-    shared_memory=sm90_smem.forward_map,
-    products=no_products,
-    accumulators=forward_accumulators,
-    accumulator_limit=limited_by(sm90_smem.registers),
-    main_grid=main_grid,
-    other_grids=_combine_grid,
-    definitions=_shared_query_tiles,
-    num_splits_key=no_splits,
-    workspace=_forward_workspace,
-    tensor_maps=_forward_maps,
-    reason=forward_reason(),
-)
-MULTICAST_FORWARD: Final = replace(
-    FORWARD,
-    variant=MULTICAST,
-    summary="clusters of two blocks over neighbouring query tiles; each block loads half of every key and value tile",
-    layouts=("grouped",),
-    terms=(),
-    lengths="long",
-    reason=forward_reason(shares="two blocks of a cluster load keys and values for both: "),
-)
-SPLIT_KV_FORWARD: Final = replace(
-    FORWARD,
-    variant=SPLIT_KV,
-    summary="blocks share the keys of each query tile; a second kernel joins their results",
-    terms=WITHOUT_DROPOUT,
-    lengths="few_queries",
-    reason=forward_reason(shares="blocks share the keys of each query tile, of which there are fewer than SMs: "),
-)
 BACKWARD: Final = FusedKernel(
     kind="backward",
     family="sm90",
@@ -287,12 +177,12 @@ BACKWARD: Final = FusedKernel(
     layouts=registry.LAYOUTS,
     terms=TERMS,
     has_key_stages=True,
-    refusals=tile_rules.sm90_backward,
+    refusals=sm90_backward,
     with_warps=backward_warps,
-    shared_memory=sm90_smem.backward_map,
+    shared_memory=backward_map,
     products=no_products,
     accumulators=_backward_accumulators,
-    accumulator_limit=limited_by(sm90_smem.registers),
+    accumulator_limit=limited_by(registers),
     main_grid=main_grid,
     definitions=_shared_key_tiles,
     num_splits_key=num_splits_key,
@@ -338,7 +228,4 @@ KEY_REGISTERS_BACKWARD: Final = replace(
     accumulators=_keeps_ds_accumulators,
     reason=_backward_reason(dk=_DK_FROM_REGISTERS, dq="dQ from keys in registers"),
 )
-KERNELS: Final = (
-    *(FORWARD, MULTICAST_FORWARD, SPLIT_KV_FORWARD),
-    *(BACKWARD, PER_HEAD_BACKWARD, QUERY_HEADS_BACKWARD, DS_REGISTERS_BACKWARD, KEY_REGISTERS_BACKWARD),
-)
+KERNELS: Final = (BACKWARD, PER_HEAD_BACKWARD, QUERY_HEADS_BACKWARD, DS_REGISTERS_BACKWARD, KEY_REGISTERS_BACKWARD)

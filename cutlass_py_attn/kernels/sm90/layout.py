@@ -1,22 +1,15 @@
-"""Tiles, shared memory and registers of the sm90 kernels: what their machine code reads of a Build."""
+"""Roles, shared memory and registers of the sm90 backward: what its machine code reads of a Build."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Final
 
 from cutlass_py_attn.kernels.sm90_common.layout import DROPOUT_TILES, dropout_tile_bytes
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
-from cutlass_py_attn.launch.variants import (
-    KEY_REGISTERS,
-    PER_HEAD,
-    SPECULATIVE,
-    TWO_CTA,
-)
+from cutlass_py_attn.launch.variants import KEY_REGISTERS, PER_HEAD, TWO_CTA
 from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES, WORD_BYTES
-from cutlass_py_attn.score_terms import registry
 
 DQ_WARPGROUPS: Final = 1  # of the backward
 CONSUMER_WARPGROUPS: Final = 2  # most of the backward: they hold dK and dV of 64 keys each
@@ -27,70 +20,11 @@ GRAD_BIAS_WARP: Final = WARPGROUP_WARPS - 1  # of a backward: it stores dS as th
 WORK_TILE_WORDS: Final = 12  # int32 of the record of one work tile in the backward
 WORK_TILE_RECORDS: Final = 2  # for each stage of the key
 DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES = 16, 64  # whose bits a warp of the backward generates together
-# Registers per thread of the forward by tile_m: of the warpgroup that loads, of those that compute.
-FORWARD_REGISTERS: Final = {64: (24, 240), 128: (24, 240), 192: (32, 160)}
-SPLIT_WITH_TERMS_COLUMNS: Final = 64  # most columns of heads whose forward splits its key loop with any score term
 
 
 def stored_tiles(build: Build) -> dict[str, tuple[int, int]]:
     """Returns (rows, columns) of the tiles that TMA stores, by tensor; their maps follow those of loads."""
     return {"grad_bias": (build.tile_m, build.tile_n)} if build.maps_grad_bias else {}
-
-
-def forward_map(build: Build) -> tuple[Buffer, ...]:
-    """Returns the map of the forward, with two query stages and with dropout bits of several key tiles if they fit.
-
-    With two query stages, the next query tile is loaded before the last value tile of this one is multiplied. Loads
-    from pages take longer: key and value in pages have one more stage if it fits, even where only one query stage is
-    left (d 128 with 16-row pages on an H200: 0.90 of the speed without pages; with two query stages, and one more stage
-    of key alone, 0.81).
-    """
-    dropout_tiles = DROPOUT_TILES if build.has("dropout") else (0,)
-    more_stages = (1, 0) if build.has("paged") and not build.has(registry.KV8) else (0,)
-    options = itertools.product(more_stages, (2, 1), dropout_tiles)
-    maps = {option: _forward_with(build, *option) for option in options}
-    return maps[first_that_fits(build, maps.items())]
-
-
-def _forward_with(build: Build, more_stages: int, query_stages: int, dropout_tiles: int) -> tuple[Buffer, ...]:
-    """Places the stages of query, key and value, the dropout bits, and a full and an empty barrier for each stage.
-
-    With scales of rows also those of the keys and values of each stage.
-    """
-    dtype, tile_m, tile_n, stages = build.dtype, build.tile_m, build.tile_n, build.query_stages + more_stages
-    scales = stages * tile_n * F32_BYTES if build.has(registry.KV8_ROW) else 0
-    return stack(
-        ("query", query_stages * tile_bytes(dtype, tile_m, build.columns), 0, 1),
-        ("key", stages * tile_bytes(dtype, tile_n, build.columns), 0, 1),
-        ("value", stages * tile_bytes(dtype, tile_n, build.columns_value), 0, 3),
-        ("key_scales", scales, 0, 1),
-        ("value_scales", scales, 0, 0),
-        ("dropout_bits", dropout_tiles * dropout_tile_bytes(build), 0, 2),
-        ("barriers", 2 * BARRIER_BYTES * (query_stages + 2 * stages), 0, 4),
-    )
-
-
-def splits_key_loop(build: Build) -> bool:
-    """Returns whether the forward has a loop of its own for key tiles that every row sees completely.
-
-    Against the version before, which had one loop and no chains, it was slower with a window (TFLOP/s on an H200, bf16
-    d 64, window 1024: 346, before 365) and, in wide heads, with ALiBi (d 128: 545, before 584) or softcap (545, before
-    554). In heads of 64 columns these are faster with it (378, before 368; 363, before 351). So is a bias in both
-    (d 64: 251, before 243; d 128: 425, before 421). Option speculative needs the loop.
-    """
-    if SPECULATIVE in build.options:
-        return True
-    is_wide = max(build.columns, build.columns_value) > SPLIT_WITH_TERMS_COLUMNS
-    return not build.form.has_left and not (is_wide and (build.has("alibi") or build.has("softcap")))
-
-
-def deals_last_rounds(build: Build) -> bool:
-    """Returns whether the GPU deals the tiles of the forward's last rounds, each to a block of its own.
-
-    With 192 query rows a tile, a head has few tiles of unequal length, which rounds of all blocks share unevenly.
-    """
-    is_causal = build.kind == "forward" and build.form.grows
-    return is_causal and build.tile_m == 192 and not build.has("varlen") and not build.has_combine
 
 
 def backward_map(build: Build) -> tuple[Buffer, ...]:
@@ -141,12 +75,10 @@ def adds_in_order(build: Build) -> bool:
 
 
 def registers(build: Build) -> tuple[int, ...]:
-    """Returns the registers per thread of each role: loads, computes dQ (in the backward), computes the others.
+    """Returns the registers per thread of each role: loads, computes dQ, computes the others.
 
-    The last warpgroups hold scores and O, or dK and dV of 64 keys, and need a few registers beside them.
+    The last warpgroups hold scores, and dK and dV of 64 keys, and need a few registers beside them.
     """
-    if build.kind == "forward":
-        return FORWARD_REGISTERS[build.tile_m]
     if build.variant == TWO_CTA:
         return 32, 64, 208
     if build.tile_n == WARPGROUP_ROWS:  # one warpgroup less

@@ -19,6 +19,7 @@ from cutlass_py_attn.kernels.sm90_family.backward_choice import PARTS_ARE_FASTER
 from cutlass_py_attn.kernels.sm90_family.row import NEVER, Row
 from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
 from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows, splits_score_rows
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_mla.layout import ROPE_COLUMNS
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
@@ -68,7 +69,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     elif problem.has_e4m3_cache:
         kernel = sm90_e4m3_cache.FORWARD
     else:
-        kernel = sm90_wide.FORWARD if is_wide else sm90.FORWARD
+        kernel = sm90_wide.FORWARD if is_wide else sm90_forward.FORWARD
     widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
@@ -281,14 +282,14 @@ def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
 
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
-    features = sm90.MULTICAST_FORWARD.features
+    features = sm90_forward.MULTICAST_FORWARD.features
     is_plain = {*problem.features} <= {*features} and problem.mask.form.grows
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
 def split_kv_objection(problem: Problem) -> str:
     """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
-    features = sm90.SPLIT_KV_FORWARD.features
+    features = sm90_forward.SPLIT_KV_FORWARD.features
     if problem.direction != "forward" or problem.mask.form.has_left or not {*problem.features} <= {*features}:
         return f"the kernel has no windows, and no features but {', '.join(features)}"
     is_invariant = problem.pages is not None and problem.pages.invariant

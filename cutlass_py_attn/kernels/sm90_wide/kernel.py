@@ -12,6 +12,7 @@ from cutlass_py_attn.kernels.sm90.rules import all_gradients
 from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
 from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS
 from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM, consumers, sm90_head_dims, sm90_operands
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_wide import backward_layout, layout
 from cutlass_py_attn.kernels.sm90_wide.layout import WARPGROUPS
 from cutlass_py_attn.launch.build import Build
@@ -85,7 +86,7 @@ def _backward_grid(build: Build) -> Grid:
 
 
 FORWARD: Final = replace(
-    sm90.FORWARD,
+    sm90_forward.FORWARD,
     variant=WIDE,
     module="sm90_wide.forward",
     summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of "

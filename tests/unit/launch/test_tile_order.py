@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.kernels.sm90.layout import splits_key_loop
+from cutlass_py_attn.kernels.sm90_forward.layout import splits_key_loop
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.masks import Band, Causal, CausalBottomRight, Full, Mask, Window

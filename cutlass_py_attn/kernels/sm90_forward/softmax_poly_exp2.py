@@ -10,7 +10,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, larger
+from cutlass_py_attn.kernels.sm90_forward.chained_softmax import ChainedSoftmax, larger
 
 ROUNDER = 1.5 * 2.0**23  # x + ROUNDER has the integer nearest to x in its last bits
 EXPONENT_BIT = 23

@@ -1,35 +1,14 @@
-"""Listed tiles: the schedulers of mask form "ranges", which read the tiles and their order from lists in memory.
-
-launch/tile_lists.py says what the lists contain. A work tile visits entries [first, end) of its list; those before
-partial_end need a mask.
-"""
+"""Listed key tiles of the sm90 backward: key tiles of mask form "ranges", and their query tiles, in lists in memory."""
 
 from dataclasses import replace
 from typing import Any
 
 from cutlass import Int32
 
-from cutlass_py_attn.integers import smaller
 from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler
 from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
-from cutlass_py_attn.kernels.sm90_common.listed_tiles import Record, entry, record, work_tile_of
-from cutlass_py_attn.kernels.sm90_common.tile_scheduler import TileScheduler, WorkTile
-
-
-class ListedTileScheduler(TileScheduler):
-    """Persistent tile scheduler over the work list of a forward."""
-
-    def initial_cursor(self, p: Any) -> Record:
-        """Returns the record of this worker's first tile."""
-        return self.next_cursor(p, Int32(-1), None)
-
-    def next_cursor(self, p: Any, wave: Int32, cursor: Any) -> Record:
-        """Loads the record of the tile after that of `wave`; if there is none, the last record of all."""
-        return record(p, smaller(self._number(p, wave + 1), self.total(p) - 1))
-
-    def work_tile(self, p: Any, wave: Int32, cursor: Any) -> tuple[WorkTile, Any]:
-        """Returns the work tile of a record, and the record."""
-        return work_tile_of(self.build, p, cursor), cursor
+from cutlass_py_attn.kernels.sm90_common.listed_tiles import entry, record, work_tile_of
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 
 
 class ListedKeyTileScheduler(KeyTileScheduler):

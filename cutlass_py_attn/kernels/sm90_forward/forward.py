@@ -16,8 +16,8 @@ wait for no maximum of the tile. The masked key tiles of a window come before an
 maximum by far, the warpgroup computes S again, then the maxima. With option halves, S of such a tile is two products,
 and the exponentials of the first half run during the second.
 
-With mask form "ranges", the tiles and their order come from lists in memory (listed_tiles.py): the producer warp reads
-every number of a key tile, and consumers those of tiles in which a range ends (row_ranges.py).
+With mask form "ranges", the tiles and their order come from lists in memory (listed_tile_scheduler.py): the producer
+warp reads every number of a key tile, and consumers those of tiles in which a range ends (row_ranges.py).
 
 With option shared_end, all blocks share the keys of the last query tiles; in variant split_kv those of every query tile
 (join_parts.py).
@@ -45,13 +45,6 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax, is_valid
-from cutlass_py_attn.kernels.sm90.join_parts import JoinParts
-from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, registers, splits_key_loop
-from cutlass_py_attn.kernels.sm90.listed_tiles import ListedTileScheduler
-from cutlass_py_attn.kernels.sm90.row_ranges import RowRanges
-from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
-from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
 from cutlass_py_attn.kernels.sm90_common import pipelines
 from cutlass_py_attn.kernels.sm90_common.cluster import Cluster, SingleCta
 from cutlass_py_attn.kernels.sm90_common.dropout_prefetch import RowDropout
@@ -67,6 +60,13 @@ from cutlass_py_attn.kernels.sm90_common.tile_scheduler import (
     TileScheduler,
     WorkTile,
 )
+from cutlass_py_attn.kernels.sm90_forward.chained_softmax import ChainedSoftmax, is_valid
+from cutlass_py_attn.kernels.sm90_forward.join_parts import JoinParts
+from cutlass_py_attn.kernels.sm90_forward.layout import deals_last_rounds, registers, splits_key_loop
+from cutlass_py_attn.kernels.sm90_forward.listed_tile_scheduler import ListedTileScheduler
+from cutlass_py_attn.kernels.sm90_forward.row_ranges import RowRanges
+from cutlass_py_attn.kernels.sm90_forward.score_mod_registers import ScoreModRegisters
+from cutlass_py_attn.kernels.sm90_forward.softmax_poly_exp2 import Exp2EmulatedSoftmax
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
