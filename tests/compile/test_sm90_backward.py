@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.kernels.backward_parts import grad_bias_layout as grad_bias_smem
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
-from cutlass_py_attn.kernels.sm90.layout import grad_query_piece
+from cutlass_py_attn.kernels.sm90_backward import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_backward.layout import grad_query_piece
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
 from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice

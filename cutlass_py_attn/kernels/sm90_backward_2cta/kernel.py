@@ -7,9 +7,9 @@ from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Refusals, fixed_order, refuse
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS
-from cutlass_py_attn.kernels.sm90.rules import all_gradients, backward_warp_rules
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
+from cutlass_py_attn.kernels.sm90_backward.layout import CONSUMER_WARPGROUPS
+from cutlass_py_attn.kernels.sm90_backward.rules import all_gradients, backward_warp_rules
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import backward_2cta_map
 from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
 from cutlass_py_attn.kernels.sm90_common.rules import sm90_standard
@@ -47,7 +47,7 @@ def _accumulators(build: Build) -> int:
 
 
 BACKWARD: Final = replace(
-    sm90.BACKWARD,
+    sm90_backward.BACKWARD,
     variant=TWO_CTA,
     steps=fixed_order,
     module="sm90_backward_2cta.backward",

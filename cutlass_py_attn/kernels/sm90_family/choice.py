@@ -9,7 +9,7 @@ from typing import Final
 from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind, is_mla, sizes
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_e4m3 import kernel as sm90_e4m3
@@ -59,9 +59,9 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     is_wide = not has_latent_cache and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
     is_2cta = backward and not is_wide and _needs_2cta(shape)
     if backward and splits_score_rows(shape):
-        kernel = sm90.SCORE_ROWS_BACKWARD
+        kernel = sm90_backward.SCORE_ROWS_BACKWARD
     elif backward:
-        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90.BACKWARD
+        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90_backward.BACKWARD
     elif problem.dtype == FLOAT8:
         kernel = sm90_e4m3.FORWARD
     elif has_latent_cache:
@@ -271,7 +271,7 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     left, right = problem.mask.edges
     values = {"num_queries": shape.num_queries, "num_keys": shape.num_keys, "window_left": left, "window_right": right}
     values |= {"bottom_right": int(problem.mask.bottom_right)}
-    sees_keys = sm90.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
+    sees_keys = sm90_backward.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Kernel
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE
@@ -35,7 +35,7 @@ def _kernel(build: Build) -> Kernel:
         return sm90_wide.FORWARD if _widest(build) > SM90_MAX_HEAD_DIM else sm90_forward.FORWARD
     if _widest(build) > SM90_MAX_HEAD_DIM:
         return sm90_wide.BACKWARD
-    return sm90_backward_2cta.BACKWARD if _widest(build) > NARROW_HEAD_DIM else sm90.BACKWARD
+    return sm90_backward_2cta.BACKWARD if _widest(build) > NARROW_HEAD_DIM else sm90_backward.BACKWARD
 
 
 def takes(build: Build, sizes: Mapping[str, int], without: Collection[str] = ()) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind
-from cutlass_py_attn.kernels.sm90.rules import SCORE_ROWS_HEAD_DIMS
+from cutlass_py_attn.kernels.sm90_backward.rules import SCORE_ROWS_HEAD_DIMS
 from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_family import tile_time
 from cutlass_py_attn.kernels.sm90_family.backward_choice import few_keys, key_stages, per_head, query_heads

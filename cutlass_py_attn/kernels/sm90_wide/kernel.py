@@ -7,8 +7,8 @@ from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
 from cutlass_py_attn.kernels.kernel import Refusals, fixed_order, refuse
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import all_gradients
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
+from cutlass_py_attn.kernels.sm90_backward.rules import all_gradients
 from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
 from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS
 from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM, consumers, sm90_head_dims, sm90_operands
@@ -107,7 +107,7 @@ FORWARD: Final = replace(
     ),
 )
 BACKWARD: Final = replace(
-    sm90.BACKWARD,
+    sm90_backward.BACKWARD,
     variant=WIDE,
     steps=fixed_order,
     module="sm90_wide.backward",

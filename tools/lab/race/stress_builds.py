@@ -18,7 +18,7 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import cubin
 from cutlass_py_attn.compilation.report import spilled_bytes
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.kernels.sm90.layout import DQ_WARPGROUPS, GRAD_BIAS_WARP
+from cutlass_py_attn.kernels.sm90_backward.layout import DQ_WARPGROUPS, GRAD_BIAS_WARP
 from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build

@@ -5,8 +5,8 @@ takes work tiles from the scheduler and loads; the second computes dQ = dS K and
 64 key rows each, with their dK and dV in registers. Scores are transposed (swap A/B): a thread's rows are keys, and P^T
 is a register operand of dV. If dK and dV leave too few registers for the scores of a query tile, query and grad_output
 are loaded in query blocks, some rows of a tile, and an iteration of all but dQ is one block; otherwise a block is the
-tile. For short sequences a block can take all key tiles of a head: sm90/grad_query_per_head.py. A work tile of grouped
-heads has all query heads of a group, or one of them, whose dK and dV are added to sums: sm90/key_gradient_sums.py. With
+tile. For short sequences a block can take all key tiles of a head: grad_query_per_head.py. A work tile of grouped
+heads has all query heads of a group, or one of them, whose dK and dV are added to sums: key_gradient_sums.py. With
 option shared_end blocks share the queries of the last key tiles, and add dK and dV to such sums.
 
     steps        1 S^T = K Q^T   2 P   3 dP^T = V dO^T   4 dS   5 dV += P^T dO   6 dK += dS^T Q   7 dQ = dS K
@@ -36,17 +36,17 @@ Variants ds_registers and key_registers keep dS^T in registers, and less is read
     6 dK += dS^T Q    dS^T from shared    dS^T from registers               as ds_registers
                       memory
     7 dQ = dS K       dS, K from shared   as standard                       dQ^T = K^T dS^T, K^T from registers:
-                      memory                                                sm90/grad_query_transposed.py
+                      memory                                                grad_query_transposed.py
 
 P^T and dS^T take turns in the same registers: 6 of the iteration before ends before P is converted, and 5 before dS is;
 where 5 is issued first, it ends with 3.
 
 With mask form "ranges", the tiles and their order come from lists in memory (listed_key_tiles.py), and the ranges of a
-query tile's rows are loaded with its grad_output (sm90/block_ranges.py).
+query tile's rows are loaded with its grad_output (block_ranges.py).
 
-Dropout's mask bits are generated for several query tiles at once: sm90/dropout_transposed.py. Each consumer warp copies
-the bias of its keys and of the next query block after 5: sm90/transposed_bias.py. One warp of the first warpgroup
-writes dS as the gradient of the bias: sm90/grad_bias_store.py.
+Dropout's mask bits are generated for several query tiles at once: dropout_transposed.py. Each consumer warp copies
+the bias of its keys and of the next query block after 5: transposed_bias.py. One warp of the first warpgroup
+writes dS as the gradient of the bias: grad_bias_store.py.
 """
 
 import functools
@@ -67,7 +67,28 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view
 from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm90.backward_kernel import (
+from cutlass_py_attn.kernels.sm90_backward.block_ranges import BlockRanges
+from cutlass_py_attn.kernels.sm90_backward.dropout_transposed import TransposedDropout
+from cutlass_py_attn.kernels.sm90_backward.grad_bias import GradBiasSm90
+from cutlass_py_attn.kernels.sm90_backward.grad_bias_store import GradBiasStore
+from cutlass_py_attn.kernels.sm90_backward.grad_query import DsK, GradQuerySm90, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90_backward.grad_query_ordered import OrderedGradQuery
+from cutlass_py_attn.kernels.sm90_backward.grad_query_per_head import GradQueryPerHead
+from cutlass_py_attn.kernels.sm90_backward.grad_query_transposed import TransposedGradQuery, TransposedPostprocess
+from cutlass_py_attn.kernels.sm90_backward.key_gradient_sums import (
+    KeyGradientPostprocess,
+    KeyGradientSums,
+    SharedTileSums,
+)
+from cutlass_py_attn.kernels.sm90_backward.key_tile_scheduler import (
+    KeyTileScheduler,
+    PerHeadScheduler,
+    QueryHeadScheduler,
+    SharedEndKeyTileScheduler,
+)
+from cutlass_py_attn.kernels.sm90_backward.layout import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
+from cutlass_py_attn.kernels.sm90_backward.listed_key_tiles import ListedKeyTileScheduler, ListedQueryTileOrder
+from cutlass_py_attn.kernels.sm90_backward.main_kernel import (
     CONSUMER_START,
     BackwardGradBiasKernelSm90,
     BackwardKernelSm90,
@@ -76,27 +97,10 @@ from cutlass_py_attn.kernels.sm90.backward_kernel import (
     key_gradient_tile,
     store_key_gradient,
 )
-from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatistics
-from cutlass_py_attn.kernels.sm90.block_ranges import BlockRanges
-from cutlass_py_attn.kernels.sm90.dropout_transposed import TransposedDropout
-from cutlass_py_attn.kernels.sm90.grad_bias import GradBiasSm90
-from cutlass_py_attn.kernels.sm90.grad_bias_store import GradBiasStore
-from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, warpgroup_gemm
-from cutlass_py_attn.kernels.sm90.grad_query_ordered import OrderedGradQuery
-from cutlass_py_attn.kernels.sm90.grad_query_per_head import GradQueryPerHead
-from cutlass_py_attn.kernels.sm90.grad_query_transposed import TransposedGradQuery, TransposedPostprocess
-from cutlass_py_attn.kernels.sm90.key_gradient_sums import KeyGradientPostprocess, KeyGradientSums, SharedTileSums
-from cutlass_py_attn.kernels.sm90.key_tile_scheduler import (
-    KeyTileScheduler,
-    PerHeadScheduler,
-    QueryHeadScheduler,
-    SharedEndKeyTileScheduler,
-)
-from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS, WORK_TILE_RECORDS, adds_in_order
-from cutlass_py_attn.kernels.sm90.listed_key_tiles import ListedKeyTileScheduler, ListedQueryTileOrder
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
-from cutlass_py_attn.kernels.sm90.schedule import schedule_of
-from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock, QueryTileOrder
+from cutlass_py_attn.kernels.sm90_backward.schedule import schedule_of
+from cutlass_py_attn.kernels.sm90_backward.smem import BackwardSmem, RowStatistics
+from cutlass_py_attn.kernels.sm90_backward.transposed_scores import TransposedScores
 from cutlass_py_attn.kernels.sm90_common import pipelines
 from cutlass_py_attn.kernels.sm90_common.named_barriers import BackwardBarrier
 from cutlass_py_attn.kernels.sm90_common.pipelines import PipelineSpec, arrive, arrive_all, previous_stage

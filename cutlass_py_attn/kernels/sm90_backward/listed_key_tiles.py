@@ -5,8 +5,8 @@ from typing import Any
 
 from cutlass import Int32
 
-from cutlass_py_attn.kernels.sm90.key_tile_scheduler import KeyTileScheduler
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
+from cutlass_py_attn.kernels.sm90_backward.key_tile_scheduler import KeyTileScheduler
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.kernels.sm90_common.listed_tiles import entry, record, work_tile_of
 from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 

@@ -15,8 +15,8 @@ from cutlass_py_attn.integers import ceil_div, larger, smaller
 from cutlass_py_attn.kernels.common import params, tile_copy, tma
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.score_mod import bias_of
-from cutlass_py_attn.kernels.sm90.layout import stored_tiles
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
+from cutlass_py_attn.kernels.sm90_backward.layout import stored_tiles
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS

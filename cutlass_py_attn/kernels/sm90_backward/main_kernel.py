@@ -9,7 +9,7 @@
 
 A block with 64 keys has one consumer warpgroup, without the last.
 
-A body (sm90/backward.py, sm90_backward_2cta/backward.py) says what each role does.
+A body (backward.py, sm90_backward_2cta/backward.py) says what each role does.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tile_copy import GmemTile
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.sm90.layout import (
+from cutlass_py_attn.kernels.sm90_backward.layout import (
     ADDING_WARPS,
     DQ_WARPGROUPS,
     GRAD_BIAS_WARP,

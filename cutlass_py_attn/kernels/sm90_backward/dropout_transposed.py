@@ -16,8 +16,8 @@ from cutlass import Int32, Uint32
 
 from cutlass_py_attn.integers import smaller
 from cutlass_py_attn.kernels.common import dropout, params, seqlen_info
-from cutlass_py_attn.kernels.sm90.layout import DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
+from cutlass_py_attn.kernels.sm90_backward.layout import DROPOUT_WORD_KEYS, DROPOUT_WORD_QUERIES
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryTileOrder
 from cutlass_py_attn.kernels.sm90_common.dropout_prefetch import DropoutPrefetch
 from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90_common.swap_ab import PairCoordinate

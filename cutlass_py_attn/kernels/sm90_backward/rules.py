@@ -6,7 +6,7 @@ from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Refusals, listed, refuse
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS, DQ_WARPGROUPS
+from cutlass_py_attn.kernels.sm90_backward.layout import CONSUMER_WARPGROUPS, DQ_WARPGROUPS
 from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS
 from cutlass_py_attn.kernels.sm90_common.rules import WGMMA_DEPTH, consumers, sm90_standard
 from cutlass_py_attn.launch.build import Build

@@ -22,7 +22,7 @@ from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import grad_q
-from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90_backward.grad_query import DsK, GradQueryGemm, GradQuerySm90, Piece, warpgroup_gemm
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import GemmSpec
 

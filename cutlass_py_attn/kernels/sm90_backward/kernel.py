@@ -8,9 +8,9 @@ from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
 from cutlass_py_attn.kernels.kernel import TERMS, BufferRule, FusedKernel, Tile, no_products
-from cutlass_py_attn.kernels.sm90.layout import DQ_WARPGROUPS, backward_map, registers, stored_tiles
-from cutlass_py_attn.kernels.sm90.rules import sm90_backward
-from cutlass_py_attn.kernels.sm90.schedule import steps_of
+from cutlass_py_attn.kernels.sm90_backward.layout import DQ_WARPGROUPS, backward_map, registers, stored_tiles
+from cutlass_py_attn.kernels.sm90_backward.rules import sm90_backward
+from cutlass_py_attn.kernels.sm90_backward.schedule import steps_of
 from cutlass_py_attn.kernels.sm90_common import shared_tiles
 from cutlass_py_attn.kernels.sm90_common.kernel import (
     WITHOUT_DROPOUT,
@@ -172,7 +172,7 @@ BACKWARD: Final = FusedKernel(
     kind="backward",
     family="sm90",
     variant=STANDARD,
-    module="sm90.backward",
+    module="sm90_backward.backward",
     summary="persistent blocks over key tiles",
     layouts=registry.LAYOUTS,
     terms=TERMS,

@@ -18,8 +18,8 @@ from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAcc
 from cutlass_py_attn.kernels.common import params, tile_copy
 from cutlass_py_attn.kernels.common.wgmma import Wgmma
 from cutlass_py_attn.kernels.component_gemms.products import grad_q
-from cutlass_py_attn.kernels.sm90.layout import grad_query_bytes, grad_query_piece, staged_pieces
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
+from cutlass_py_attn.kernels.sm90_backward.layout import grad_query_bytes, grad_query_piece, staged_pieces
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build

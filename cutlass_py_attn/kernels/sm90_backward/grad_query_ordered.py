@@ -18,8 +18,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutlass_py_attn.kernels.common import params
-from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQuerySm90, SumTarget
-from cutlass_py_attn.kernels.sm90.layout import ADDING_WARPS
+from cutlass_py_attn.kernels.sm90_backward.grad_query import DsK, GradQuerySm90, SumTarget
+from cutlass_py_attn.kernels.sm90_backward.layout import ADDING_WARPS
 from cutlass_py_attn.kernels.sm90_common import pipelines
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS

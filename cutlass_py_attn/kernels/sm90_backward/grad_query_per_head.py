@@ -24,8 +24,8 @@ from cutlass_py_attn.kernels.common.dynamic_tiles import column_slice
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.sm90.grad_query import DsK, GradQueryGemm, Piece, SumStaging
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock
+from cutlass_py_attn.kernels.sm90_backward.grad_query import DsK, GradQueryGemm, Piece, SumStaging
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90_common import pipelines
 from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.launch import tile_order

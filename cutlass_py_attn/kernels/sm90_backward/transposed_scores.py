@@ -16,8 +16,8 @@ from cutlass_py_attn.kernels.common import masking, params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view
-from cutlass_py_attn.kernels.sm90 import dropout_transposed
-from cutlass_py_attn.kernels.sm90.transposed_bias import TransposedBias, TransposedScoreMod
+from cutlass_py_attn.kernels.sm90_backward import dropout_transposed
+from cutlass_py_attn.kernels.sm90_backward.transposed_bias import TransposedBias, TransposedScoreMod
 from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90_common.swap_ab import PairCoordinate, column_pairs, pair_coordinates, swap_view
 from cutlass_py_attn.launch import tile_order

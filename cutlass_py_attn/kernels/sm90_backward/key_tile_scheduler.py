@@ -15,7 +15,7 @@ from cutlass import Int32
 
 from cutlass_py_attn.integers import ceil_div, larger
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
-from cutlass_py_attn.kernels.sm90.layout import WORK_TILE_WORDS
+from cutlass_py_attn.kernels.sm90_backward.layout import WORK_TILE_WORDS
 from cutlass_py_attn.kernels.sm90_common.tile_scheduler import Cursor, TileScheduler, WorkTile
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build

@@ -19,9 +19,9 @@ from cutlass_py_attn.kernels.backward_parts.layout import shared_tile_layout
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.component_gemms.products import grad_k, grad_v
-from cutlass_py_attn.kernels.sm90.backward_kernel import key_gradient_tile, store_key_gradient
-from cutlass_py_attn.kernels.sm90.grad_query import warpgroup_gemm
-from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS
+from cutlass_py_attn.kernels.sm90_backward.grad_query import warpgroup_gemm
+from cutlass_py_attn.kernels.sm90_backward.layout import CONSUMER_WARPGROUPS
+from cutlass_py_attn.kernels.sm90_backward.main_kernel import key_gradient_tile, store_key_gradient
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_ROWS, WARPGROUP_THREADS
 
