@@ -16,7 +16,7 @@ from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS, RANGE_EDGES
+from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
 from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms.dropout import keeper
@@ -69,7 +69,7 @@ def _mask(problem: Problem, operands: Mapping[str, Any]) -> Mask | KeyRanges:
     """Returns the mask of a problem, with its ranges of keys if it has any."""
     if not problem.form.has_ranges:
         return problem.mask
-    return KeyRanges(*(operands[name] for name in RANGE_EDGES), problem.mask)
+    return KeyRanges(operands["key_start"], operands["key_end"], problem.mask)
 
 
 def _backward(problem: Problem, operands: Mapping[str, Any], options: Options) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Final
 from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind, is_mla, sizes
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
+from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_e4m3 import kernel as sm90_e4m3
 from cutlass_py_attn.kernels.sm90_e4m3_cache import kernel as sm90_e4m3_cache
 from cutlass_py_attn.kernels.sm90_family import backward_choice, tile_time
@@ -19,6 +19,7 @@ from cutlass_py_attn.kernels.sm90_family.backward_choice import PARTS_ARE_FASTER
 from cutlass_py_attn.kernels.sm90_family.row import NEVER, Row
 from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
 from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows, splits_score_rows
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_mla.layout import ROPE_COLUMNS
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
@@ -58,9 +59,9 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     is_wide = not has_latent_cache and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
     is_2cta = backward and not is_wide and _needs_2cta(shape)
     if backward and splits_score_rows(shape):
-        kernel = sm90.SCORE_ROWS_BACKWARD
+        kernel = sm90_backward.SCORE_ROWS_BACKWARD
     elif backward:
-        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90.BACKWARD
+        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90_backward.BACKWARD
     elif problem.dtype == FLOAT8:
         kernel = sm90_e4m3.FORWARD
     elif has_latent_cache:
@@ -68,7 +69,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     elif problem.has_e4m3_cache:
         kernel = sm90_e4m3_cache.FORWARD
     else:
-        kernel = sm90_wide.FORWARD if is_wide else sm90.FORWARD
+        kernel = sm90_wide.FORWARD if is_wide else sm90_forward.FORWARD
     widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
@@ -271,7 +272,7 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     left, right = problem.mask.edges
     values = {"num_queries": shape.num_queries, "num_keys": shape.num_keys, "window_left": left, "window_right": right}
     values |= {"bottom_right": int(problem.mask.bottom_right)}
-    sees_keys = sm90.sees_keys(problem.form, tile.tile_m).evaluate(values)
+    sees_keys = sm90_backward.sees_keys(problem.form, tile.tile_m).evaluate(values)
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
 
@@ -282,14 +283,14 @@ def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
 
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
-    features = sm90.MULTICAST_FORWARD.features
+    features = sm90_forward.MULTICAST_FORWARD.features
     is_plain = {*problem.features} <= {*features} and problem.form.grows
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
 def split_kv_objection(problem: Problem) -> str:
     """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
-    features = sm90.SPLIT_KV_FORWARD.features
+    features = sm90_forward.SPLIT_KV_FORWARD.features
     if problem.direction != "forward" or problem.form.has_left or not {*problem.features} <= {*features}:
         return f"the kernel has no windows, and no features but {', '.join(features)}"
     is_invariant = problem.pages is not None and problem.pages.invariant

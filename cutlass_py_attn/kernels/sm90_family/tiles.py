@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind
-from cutlass_py_attn.kernels.sm90.rules import SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_backward.rules import SCORE_ROWS_HEAD_DIMS
+from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_family import tile_time
 from cutlass_py_attn.kernels.sm90_family.backward_choice import few_keys, key_stages, per_head, query_heads
 from cutlass_py_attn.kernels.sm90_family.row import ANY_DIMS, Row, Rule, Speed, always
@@ -36,7 +37,7 @@ _BY_MEASUREMENTS: Final = "its times fit no estimate: blocks wait for memory"
 _NO_OTHER: Final = "its table has no other tile"
 # By head_dim_value. One of the warpgroups loads. Halves are slower than whole key tiles with 128 columns, and with 32
 # without a mask; float16 has option shared_end alone. Speeds are fits of the measurements in
-# kernels/sm90/NOTES-short-forward.md, of bf16 on an H200; those of 192x96 and 128x128 at head dim 96 are fitted to
+# kernels/sm90_forward/NOTES-short.md, of bf16 on an H200; those of 192x96 and 128x128 at head dim 96 are fitted to
 # s 8192 as well.
 _SM90_FORWARD_64: _Rows = (
     Row("192x128x16:2-speculative-halves", {64: Speed(1100, 1440)}, dims=(32, 64)),

@@ -19,8 +19,10 @@ RANGES_HEADS: Final = Name("ranges_heads")
 _LIST_WARPS: Final = ROW_THREADS // WARP_THREADS  # of a block, each of which writes a list
 
 
-def definitions(problem: Problem) -> dict[str, Expr]:
+def definitions(problem: Problem, build: Build) -> dict[str, Expr]:
     """Returns the sizes of the axes of the ranges of keys, and the multiprocessors for which work tiles are ordered."""
+    if not build.form.has_ranges:
+        return {}
     batch, heads, _ = getattr(problem, RANGE_EDGES[0]).shape
     axes = {"ranges_batch": ONE if batch == 1 else BATCH, "ranges_heads": ONE if heads == 1 else NUM_HEADS}
     return {**axes, "device_sms": NUM_SMS}
@@ -28,6 +30,8 @@ def definitions(problem: Problem) -> dict[str, Expr]:
 
 def grids(build: Build) -> dict[str, Grid]:
     """Returns the grids: a block for a query tile of ranges, a warp for a list, a thread for a record."""
+    if not build.form.has_ranges:
+        return {}
     return {
         "ranges": (_query_tiles(build) * RANGES_BATCH * RANGES_HEADS, ONE, ONE),
         "lists": (ceil_div(_lists(build), _LIST_WARPS), ONE, ONE),
@@ -37,6 +41,8 @@ def grids(build: Build) -> dict[str, Grid]:
 
 def workspace(build: Build) -> tuple[BufferRule, ...]:
     """Returns the buffers of launch/tile_lists.py."""
+    if not build.form.has_ranges:
+        return ()
     lists = RANGES_BATCH * RANGES_HEADS
     words = {
         "key_ranges": times(lists * round_up(NUM_QUERIES, ROWS_PADDING), RANGE_WORDS),

@@ -11,9 +11,10 @@ from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.kernels.sm90_family import tiles
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan.planner import plan_forward, plans_on
 from cutlass_py_attn.problem.spec import parse
@@ -32,7 +33,7 @@ def tile_tables() -> Iterator[tuple[str, TileConfig]]:
 
 
 def test_each_kernel_is_listed_once() -> None:
-    listed = (*sm80.KERNELS, *sm90.KERNELS)
+    listed = (*sm80.KERNELS, *sm90_forward.KERNELS, *sm90_backward.KERNELS)
     assert all(KERNELS[kernel.kind, kernel.family, kernel.variant] is kernel for kernel in listed)
     assert all(key == (kernel.kind, kernel.family, kernel.variant) for key, kernel in KERNELS.items())
 
@@ -86,11 +87,11 @@ def test_fields(kernel: Kernel) -> None:
     [
         (sm80.FORWARD, set()),
         (sm80.BACKWARD, set()),
-        (sm90.FORWARD, set()),
-        (sm90.BACKWARD, set()),
-        (sm90.DS_REGISTERS_BACKWARD, TERMS - {"bias", "sinks"}),
-        (sm90.KEY_REGISTERS_BACKWARD, TERMS - {"sinks"}),
-        (sm90.SCORE_ROWS_BACKWARD, {"dropout"}),
+        (sm90_forward.FORWARD, set()),
+        (sm90_backward.BACKWARD, set()),
+        (sm90_backward.DS_REGISTERS_BACKWARD, TERMS - {"bias", "sinks"}),
+        (sm90_backward.KEY_REGISTERS_BACKWARD, TERMS - {"sinks"}),
+        (sm90_backward.SCORE_ROWS_BACKWARD, {"dropout"}),
         (sm90_backward_2cta.BACKWARD, TERMS),
         (KERNELS["forward", "decode", ""], TERMS),
     ],
