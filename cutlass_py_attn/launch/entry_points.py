@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES
 
 _SUFFIXES: Final = {
     "main": "",
@@ -74,9 +74,16 @@ def is_dependent_launch(build: Build, role: str) -> bool:
     ahead touches. The first entry of a plan is launched like any other kernel, so it waits for whatever the stream did
     before.
     """
+    if role in LIST_ROLES[1:] or (role == "main" and build.kind == "forward" and build.form.has_ranges):
+        return True
     if build.kind == "forward":
         return build.shares_query_tiles and role == "combine"
     return build.family == "sm90" and build.kind == "backward" and role in ("main", "finish", "finish_kv")
+
+
+def ranges_bytes(build: Build) -> int:
+    """Returns the shared memory of entry ranges: the range of each row, and the first and last key of each warp's."""
+    return (build.tile_m + ROW_THREADS // WARP_THREADS) * RANGE_BYTES
 
 
 def delta_clears_sums(build: Build) -> bool:

@@ -42,7 +42,7 @@ STATE_WORDS: Final = 2
 STATE_TILES: Final = 32  # key tiles that a word of states has a bit of
 ROWS_PADDING: Final = 128  # rows of key_ranges are padded to a multiple of this, the largest query tile of a backward
 HIDDEN_KEY: Final = 2**29  # the most keys that a problem has
-SLICE_RECORDS: Final = 1024  # most records of a slice, if a head has no more tiles
+SLICE_RECORDS: Final = 256  # most records of a slice, two rounds of a large GPU, if pairs together are fewer
 
 
 class Slice(NamedTuple):

@@ -29,7 +29,6 @@ from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of
-from cutlass_py_attn.problem.tensors import RANGE_BYTES
 from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
@@ -305,7 +304,7 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
         "bias": grad_bias_build(build).shared_memory_bytes if build.grad_bias_mode not in ("", "main") else 0,
         "sinks": entry_points.SINKS_BYTES,
         "combine": combine_bytes(build, entry_points.COMBINE_WARPS),
-        "ranges": build.tile_m * RANGE_BYTES,
+        "ranges": entry_points.ranges_bytes(build),
     }
     grids = launch_rules.grids_of(problem, build)
     for role, symbol in entry_points.entries(build).items():

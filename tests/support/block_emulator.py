@@ -462,7 +462,7 @@ class EmulatedBlock(FloatThreads):
             return (a * b >> bits_of(op)).view(np.uint64)
         if kind == "redux":
             of_warp = as_type(v[0], modifiers[-1]).reshape(-1, WARP)
-            reduced = {"add": of_warp.sum, "max": of_warp.max}[modifiers[1]](axis=1)
+            reduced = {"add": of_warp.sum, "max": of_warp.max, "min": of_warp.min}[modifiers[1]](axis=1)
             return reduced.astype(np.int64).view(np.uint64).repeat(WARP)
         return super().result(op, v)
 

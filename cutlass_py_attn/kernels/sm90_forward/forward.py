@@ -230,6 +230,7 @@ class ForwardSm90:
         """Producer warp: loads the query tile and its key and value tiles, one work tile after the other."""
         build = self.build
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        dependent_launch.wait_for_previous(build, "main")  # which writes the tile lists, if it is no other kernel
         cursor = self.scheduler.initial_cursor(p)
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
@@ -262,6 +263,7 @@ class ForwardSm90:
         r_s, r_o = self.mma_qk.accumulator(thread), consumer.r_o
         if thread >= self.consumers - WARPGROUP_THREADS:
             self.warp_scheduler_arrive(thread)
+        dependent_launch.wait_for_previous(self.build, "main")
         waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor(p)
         if cutlass.const_expr(self.ranges is not None):
             self.ranges.load(p, cursor, consumer.coordinates, consumer.r_ranges)

@@ -7,12 +7,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from cutlass_py_attn.integers import ceil_div, choose, larger
-from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import dependent_launch, params
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.tile_lists import SIZE_WORDS, STATE_TILES, STATE_WORDS, hidden_key_tile
 
+AT_ONCE = 4  # steps of 32 tiles whose states are loaded before the next ones
 WARPS = ROW_THREADS // WARP_THREADS
 
 
@@ -26,6 +27,8 @@ class Lists:
     @cute.jit
     def run(self, p: Any):
         """Writes the list of the warp."""
+        dependent_launch.start_next(self.build, "lists")
+        dependent_launch.wait_for_previous(self.build, "lists")
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         number = block * WARPS + cute.arch.make_warp_uniform(thread // WARP_THREADS)
@@ -47,14 +50,14 @@ class Lists:
         query_tiles, key_tiles = self.tiles(p)
         count = key_tiles if cutlass.const_expr(self.is_forward) else query_tiles
         partial, total = Int32(0), Int32(0)
-        for chunk in cutlass.range(ceil_div(count, WARP_THREADS), unroll=1):
+        for chunk in cutlass.range(ceil_div(count, WARP_THREADS), unroll=AT_ONCE):
             visited, whole, _ = self.states(p, pair, tile, chunk * WARP_THREADS + lane, count)
             partial = partial + Int32(cute.arch.popc(visited & ~whole))
             total = total + Int32(cute.arch.popc(visited))
         begin = Int64(number) * count
         next_partial, next_whole = Int32(0), partial
         first = Int32(0)  # the tile of the first entry
-        for chunk in cutlass.range(ceil_div(count, WARP_THREADS), unroll=1):
+        for chunk in cutlass.range(ceil_div(count, WARP_THREADS), unroll=AT_ONCE):
             visited, whole, visited_tile = self.states(p, pair, tile, chunk * WARP_THREADS + lane, count)
             hidden = visited & ~whole
             before = (Uint32(1) << Uint32(lane)) - Uint32(1)

@@ -7,13 +7,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, choose, larger
-from cutlass_py_attn.kernels.common import params
+from cutlass_py_attn.kernels.common import dependent_launch, params
 from cutlass_py_attn.launch import tile_lists
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.tile_lists import RECORD_WORDS, SIZE_WORDS
 
-AT_ONCE = 8  # lengths that are loaded before they are compared
+AT_ONCE = 16  # lengths that are loaded before they are compared
 
 
 class Order:
@@ -27,6 +27,8 @@ class Order:
     def run(self, p: Any):
         """Writes the record of the thread."""
         build = self.build
+        dependent_launch.start_next(build, "order")
+        dependent_launch.wait_for_previous(build, "order")
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         number = block * ROW_THREADS + thread

@@ -4,10 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cutlass_py_attn.integers import ceil_div, larger, round_up, smaller
-from cutlass_py_attn.kernels.common import params, tile_copy
+from cutlass_py_attn.kernels.common import dependent_launch, params, tile_copy
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
@@ -15,6 +15,7 @@ from cutlass_py_attn.launch.tile_lists import ROWS_PADDING, STATE_TILES, STATE_W
 from cutlass_py_attn.problem.masks import Band, Form
 from cutlass_py_attn.problem.tensors import RANGE_AXES, RANGE_EDGES, RANGE_WORDS
 
+WARPS = ROW_THREADS // WARP_THREADS
 ROWS_AT_ONCE = 4  # rows of shared memory that are compared before the next ones
 
 
@@ -35,26 +36,38 @@ class Ranges:
         tile = block - number * tiles
         rows_in_smem = cute.recast_ptr(tile_copy.smem_symbol(), dtype=Int32)
         ranges = cute.make_tensor(rows_in_smem, cute.make_layout((RANGE_WORDS, build.tile_m)))
+        edges = cute.make_tensor(rows_in_smem + build.tile_m * RANGE_WORDS, cute.make_layout((RANGE_WORDS, WARPS)))
+        dependent_launch.start_next(build, "ranges")
         padded = round_up(p.num_queries, ROWS_PADDING)
+        least, most = p.num_keys, Int32(0)  # of the keys that the thread's rows see
         for step in cutlass.range_constexpr(ceil_div(build.tile_m, ROW_THREADS)):
             row = step * ROW_THREADS + thread
             query = tile * build.tile_m + row
             if row < build.tile_m:
                 start, end = self.keys_of(p, number, query)
                 ranges[0, row], ranges[1, row] = start, end
+                least, most = smaller(least, cutlass.select_(start < end, start, p.num_keys)), larger(most, end)
                 if query < padded:
                     place = (Int64(number) * padded + query) * RANGE_WORDS
                     target = params.pointer(p.key_ranges, Int32, 8) + params.assume_multiple(place, RANGE_WORDS)
                     words = cute.make_tensor(target, cute.make_layout(RANGE_WORDS))
                     words[0], words[1] = start, end
+        least, most = cute.arch.warp_redux_sync(least, "min"), cute.arch.warp_redux_sync(most, "max")
+        if thread % WARP_THREADS == 0:
+            edges[0, thread // WARP_THREADS], edges[1, thread // WARP_THREADS] = least, most
         cute.arch.sync_threads()
+        for warp in cutlass.range_constexpr(WARPS):
+            least, most = smaller(least, edges[0, warp]), larger(most, edges[1, warp])
         rows = smaller(p.num_queries - tile * build.tile_m, build.tile_m)
         key_tiles = ceil_div(p.num_keys, build.tile_n)
         words = ceil_div(key_tiles, STATE_TILES)
         first = (Int64(number) * tiles + tile) * words
         for step in cutlass.range(ceil_div(key_tiles, ROW_THREADS), unroll=1):
             key_tile = step * ROW_THREADS + thread
-            visited, whole = self.state(ranges, rows, key_tile * build.tile_n)
+            visited, whole = Boolean(False), Boolean(False)
+            first_key = step * (ROW_THREADS * build.tile_n)
+            if (first_key < most) & (first_key + ROW_THREADS * build.tile_n > least):
+                visited, whole = self.state(ranges, rows, key_tile * build.tile_n)
             masks = tuple(
                 cute.arch.vote_ballot_sync(is_set & (key_tile < key_tiles)) for is_set in (visited, visited & whole)
             )
@@ -88,7 +101,7 @@ class Ranges:
     @cute.jit
     def state(self, ranges: cute.Tensor, rows: Int32, first: Int32):
         """Returns whether some of the rows sees a key of the tile that begins with key `first`, and whether all do."""
-        visited, whole = cutlass.Boolean(False), cutlass.Boolean(True)
+        visited, whole = Boolean(False), Boolean(True)
         end = first + self.build.tile_n
         for row in cutlass.range(rows, unroll=ROWS_AT_ONCE):
             row_start, row_end = ranges[0, row], ranges[1, row]
