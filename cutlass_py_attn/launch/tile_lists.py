@@ -23,8 +23,10 @@ work tile that no pair reaches visits tile 0 in the first part. key_tile is the 
 forward, or every entry of a backward, is masked: one behind all keys for a list without a tile. Several records may
 name one list.
 
-Records are in slices, one after another, and in each slice the longest lists come first. The functions below say which
-work tiles a slice has; like tile_order they take Python ints and traced integers.
+Records are in slices, one after another. In each slice the longest lists come first; in the backward, whose blocks take
+the next record when they have ended one, only in the slices of its last rounds, and the others keep the order in which
+neighbouring tiles read the same rows. The functions below say which work tiles a slice has; like tile_order they take
+Python ints and traced integers.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ STATE_WORDS: Final = 2
 STATE_TILES: Final = 32  # key tiles that a word of states has a bit of
 ROWS_PADDING: Final = 128  # rows of key_ranges are padded to a multiple of this, the largest query tile of a backward
 HIDDEN_KEY: Final = 2**29  # the most keys that a problem has
+SORTED_ROUNDS: Final = 2  # at the end of a backward, in which the longest work tiles come first
 SLICE_RECORDS: Final = 256  # most records of a slice, two rounds of a large GPU, if pairs together are fewer
 
 
@@ -76,6 +79,11 @@ def slice_of(number: Any, tiles: Any, pairs: Any, together: Any) -> Slice:
     inside = within - segment * (most * here)
     places = smaller(most, tiles - segment * most)
     return Slice(number - inside, segment * most, places, group * together, here, inside // here, inside % here)
+
+
+def is_sorted(build: Build, last: Any, records: Any, num_sms: Any) -> Any:
+    """Returns whether the longest lists of a slice come first; last: number behind its last record, of `records`."""
+    return (build.kind == "forward") | (last + SORTED_ROUNDS * num_sms > records)
 
 
 def pairs_together(build: Build, sizes: Any, tiles: Any, pairs: Any, num_sms: Any) -> Any:

@@ -89,7 +89,9 @@ def records(build: Build, shape: Shape, states: TileStates, num_sms: int) -> lis
         is_empty = not states.visited[at].any()
         key_tile = listed[0] if build.kind == "forward" else tile
         key_tile = tile_lists.hidden_key_tile(build) if is_empty else key_tile
-        sorted_records.append((of.first, -len(listed), (tile, head, batch, partial, len(listed), key_tile), listed))
+        last = of.first + of.places * of.pairs
+        length = len(listed) if tile_lists.is_sorted(build, last, pairs * tiles, num_sms) else 0
+        sorted_records.append((of.first, -length, (tile, head, batch, partial, len(listed), key_tile), listed))
     sorted_records.sort(key=lambda record: record[:2])
     return [record[2:] for record in sorted_records]
 

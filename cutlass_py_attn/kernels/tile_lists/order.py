@@ -47,7 +47,11 @@ class Order:
             partial, total, key_tile = (self.size(p, own, word) for word in range(3))
             begin = own * count
             words = tile, head, batch, begin, begin + partial, begin + total, key_tile
-            target = Int64(here.first + self.rank(p, here, tiles, heads, total)) * RECORD_WORDS
+            rank = here.place * here.pairs + here.pair
+            last = here.first + here.places * here.pairs
+            if tile_lists.is_sorted(build, last, pairs * tiles, p.device_sms):
+                rank = self.rank(p, here, tiles, heads, total)
+            target = Int64(here.first + rank) * RECORD_WORDS
             for word in cutlass.range_constexpr(len(words)):
                 params.store_scalar(p.work_list, Int32, target + word, words[word])
 
