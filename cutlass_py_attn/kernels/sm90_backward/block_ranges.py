@@ -31,7 +31,7 @@ class BlockRanges:
         tma.load_rows(source, self._stage(state.index), self.words, pipe.producer_get_barrier(state))
 
     def mask(self, weights: cute.Tensor, coordinates: cute.Tensor, stage: Int32, key0: Int32) -> None:
-        """Sets weights (queries x keys) outside of the ranges to zero, with a bit for each weight of the thread.
+        """Sets weights (queries x keys) outside of the ranges to zero; a thread has a pair of every eight queries.
 
         key0: first key of the tile
         """

@@ -266,10 +266,9 @@ _SM90_BACKWARD_RANGES: _Table = {
     64: (
         _backward("128x128x16:3,2k2+key_registers-plain"),
         _backward("128x128x16:3,2k2+ds_registers-plain"),
-        _backward("128x128x16:3,2-plain"),
     ),
-    96: _SM90_BACKWARD_96[3:],
-    128: _SM90_BACKWARD[128][5:],
+    96: (_backward("64x128x16:3,2+ds_registers-plain"),),
+    128: (_backward("64x128x16:3,2k2+ds_registers-plain"), _backward("64x128x16:3,2+ds_registers-plain")),
 }
 SM90: dict[str, _Table] = {
     "forward": _SM90_FORWARD,
