@@ -28,12 +28,14 @@ from cutlass_py_attn.launch.variants import (
 )
 from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
 from cutlass_py_attn.problem.tensors import (
+    BLOCK_AXES,
     F32_BYTES,
     KEY_ROPE,
     RANGE_AXES,
     RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
     ROW_STRIDES,
+    VISIBLE_BLOCKS,
 )
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
@@ -208,8 +210,12 @@ LATENT_CODES: Fields = (
 # device_sms: multiprocessors of the device.
 LISTED_TILES: Fields = (
     *_strided(*RANGE_EDGES, axes=RANGE_AXES),
+    *_strided(VISIBLE_BLOCKS, axes=BLOCK_AXES),
     *((name, "i64") for name in ("key_ranges", "tile_states", "tile_entries", "list_sizes", "work_list")),
-    *((name, "i32") for name in ("ranges_batch", "ranges_heads", "device_sms")),
+    *(
+        (name, "i32")
+        for name in ("ranges_batch", "ranges_heads", "device_sms", "mask_block_rows", "mask_block_columns")
+    ),
 )
 
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.

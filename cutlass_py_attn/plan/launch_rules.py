@@ -229,6 +229,8 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     }
     if problem.has_ragged_rows:
         numbers |= {name: values[name] for name, _ in abi.VARLEN}
+    if problem.form.has_ranges:
+        numbers |= dict(zip(("mask_block_rows", "mask_block_columns"), problem.block_size, strict=True))
     if problem.pages is not None:
         numbers |= page_sizes(problem)
         numbers |= {"value_page_rows": _value_page_rows(problem)} if build.maps_value else {}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.tensors import (
     BIASES,
+    BLOCK_AXES,
     BMHK,
     F32_BYTES,
     KEY_ROPE,
@@ -23,6 +24,7 @@ from cutlass_py_attn.problem.tensors import (
     RANGE_AXES,
     RANGE_EDGES,
     ROW_STRIDES,
+    VISIBLE_BLOCKS,
     Tensor,
 )
 from cutlass_py_attn.score_terms import registry
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 LOGSUMEXP: Final = ("batch", "num_heads", "padded_queries")
 _ROWS: Final = (*BMHK, KEY_ROPE)
 _BIAS: Final = ("batch", "num_heads", "num_queries", "num_keys")
+_BLOCKS: Final = ("batch", "num_heads", "query_blocks", "key_blocks")
 _GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
 _AXES: Final = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_indptr"), ("bounds",)),
@@ -96,6 +99,8 @@ def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, .
         axes = problem.shape.axes("key" if problem.value_in_key and name == "value" else name)
         return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
     own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
+    if name == VISIBLE_BLOCKS:
+        return tuple(one if size == 1 else axis for one, axis, size in zip(own, _BLOCKS, shape, strict=True))
     if name in (*BIASES, *RANGE_EDGES):
         broadcast = zip(own, _BIAS, shape, strict=False)
         return tuple(one if size == 1 else axis for one, axis, size in broadcast)
@@ -123,6 +128,8 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Operand:
         strides = named_strides(name, ("row",), tensor.strides[:-1])
     elif name in RANGE_EDGES:
         strides = named_strides(name, RANGE_AXES, tensor.steps)
+    elif name == VISIBLE_BLOCKS:
+        strides = named_strides(name, BLOCK_AXES, tensor.steps)
     elif name in SCALES and tensor.shape != (1,):
         of_rows = ("page" if axes[0] == "num_pages" else "batch", "row", "head", "tile")[: len(axes)]
         strides = named_strides(name, of_rows if len(axes) > 2 else ("batch", "head")[-len(axes) :], tensor.steps)

@@ -23,6 +23,7 @@ from cutlass_py_attn.problem.tensors import (
     KEY_ROPE,
     OPERANDS,
     RANGE_EDGES,
+    VISIBLE_BLOCKS,
     WORD_BYTES,
     Sequences,
     Shape,
@@ -50,6 +51,9 @@ class Problem:
     key_start, key_end: int32 (batch, num_heads, num_queries); the first key that each query sees, and one past its
         last. An axis of size 1 before the last is that of every sequence or head. Kernels cut ranges to the keys, and
         to the mask; one whose start is at or behind its end has no key. None for no ranges
+    visible_blocks: bool, or uint8 of zeros and ones, (batch, num_heads, blocks of queries, blocks of keys); whether a
+        query of a block may see a key of a block. Both first sizes may be 1. None for all blocks
+    block_size: queries and keys of a block
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory
     sequences: the variable-length layout; None when all sequences have the length of the tensors
@@ -109,6 +113,8 @@ class Problem:
     key_rope: Tensor | None = None
     key_start: Tensor | None = None
     key_end: Tensor | None = None
+    visible_blocks: Tensor | None = None
+    block_size: tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -172,7 +178,7 @@ class Problem:
     @property
     def form(self) -> Form:
         """Form of the mask in kernels."""
-        return self.mask.form if self.key_start is None else RANGES
+        return self.mask.form if self.key_start is None and self.visible_blocks is None else RANGES
 
     @property
     def dtype(self) -> str:
@@ -266,6 +272,8 @@ class Problem:
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
         found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
+        if self.visible_blocks is not None:
+            found[VISIBLE_BLOCKS] = replace(self.visible_blocks, alignment=1)
         edges = ((name, getattr(self, name)) for name in RANGE_EDGES)
         found |= {name: replace(edge, alignment=WORD_BYTES) for name, edge in edges if edge is not None}
         if self.grad_logsumexp is not None:

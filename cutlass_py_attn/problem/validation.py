@@ -25,6 +25,7 @@ from cutlass_py_attn.problem.tensors import (
     OPERANDS,
     RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
+    VISIBLE_BLOCKS,
     Sequences,
     Shape,
     Tensor,
@@ -45,7 +46,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, *RANGE_EDGES)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, *RANGE_EDGES, VISIBLE_BLOCKS)
 _REQUIRED: Final = (*OPERANDS, "output")
 _NO_OVERLAP: Final = "an output must not overlap itself"
 _IN_FULL: Final = "allocate it in full"
@@ -73,6 +74,7 @@ def refusals(problem: Problem) -> list[Refusal]:
         *quantization.refusals(sound),
         *kinds,
         *_key_ranges(sound),
+        *_visible_blocks(sound),
         *_options(sound),
         *_gradients(sound),
     ]
@@ -156,7 +158,7 @@ def _ranks(problem: Problem) -> Iterator[Refusal]:
         tensor = getattr(problem, name)
         if isinstance(tensor, Tensor):
             yield from rank_refusals(name, tensor, 4, f"must be 4-D {axes}", "add the missing axes with size 1")
-    yield from stride_refusals({name: getattr(problem, name) for name in RANGE_EDGES})
+    yield from stride_refusals({name: getattr(problem, name) for name in (*RANGE_EDGES, VISIBLE_BLOCKS)})
     for term in registry.terms():
         yield from stride_refusals(term.vectors(problem))
 
@@ -303,9 +305,6 @@ def _key_ranges(problem: Problem) -> Iterator[Refusal]:
         return
     for name in missing:
         yield refuse(name, None, f"must come with {' and '.join({*edges} - {name})}", "pass both, or none")
-    for name in ("sequences", "pages"):
-        if getattr(problem, name) is not None:
-            yield refuse(RANGE_EDGES[0], edges[RANGE_EDGES[0]], f"must be None with {name}", "leave the ranges None")
     full = problem.shape.range_edges
     for name, edge in edges.items():
         if edge is None:
@@ -319,6 +318,27 @@ def _key_ranges(problem: Problem) -> Iterator[Refusal]:
     if len(shapes) > 1:
         rule = f"must be that of key_start, {edges['key_start'].shape}"
         yield refuse("key_end.shape", edges["key_end"].shape, rule, "broadcast it")
+
+
+def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
+    if problem.form.has_ranges:
+        for name in ("sequences", "pages"):
+            if getattr(problem, name) is not None:
+                rule = "must be None with key_start or visible_blocks"
+                yield refuse(name, getattr(problem, name), rule, "leave the ranges and blocks None")
+    sizes, blocks = problem.block_size, problem.visible_blocks
+    if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+        yield refuse("block_size", sizes, "must be two ints above 0: queries and keys of a block", "correct it")
+        return
+    if blocks is None:
+        return
+    full = problem.shape.visible_blocks(sizes)
+    is_wrong = len(blocks.shape) != len(full) or blocks.shape[2:] != full[2:]
+    if is_wrong or any(size not in (1, most) for size, most in zip(blocks.shape[:2], full[:2], strict=True)):
+        rule = f"must be {full} with block_size {sizes}; the first two sizes may be 1"
+        yield refuse(f"{VISIBLE_BLOCKS}.shape", blocks.shape, rule, "reshape it")
+    if blocks.dtype not in ("bool", "uint8"):
+        yield refuse(f"{VISIBLE_BLOCKS}.dtype", blocks.dtype, "must be bool or uint8", "convert it")
 
 
 def _options(problem: Problem) -> Iterator[Refusal]:

@@ -155,7 +155,12 @@ def refusals(problem: Problem, tile: TileConfig) -> list[Refusal]:
     """Returns why the tile's variant would compute this problem wrongly; its `kernel.py` has the other rules."""
     objection = _OBJECTIONS.get((problem.direction, tile.variant))
     rule = objection(problem, tile) if objection else ""
-    return [refuse("variant", tile.variant, rule, "use the standard variant")] if rule else []
+    found = [refuse("variant", tile.variant, rule, "use the standard variant")] if rule else []
+    if problem.visible_blocks is not None:
+        for field, own, size in zip(("tile_m", "tile_n"), (tile.tile_m, tile.tile_n), problem.block_size, strict=True):
+            if size % own:
+                found.append(refuse(field, own, f"must divide the {size} of block_size", "use a divisor"))
+    return found
 
 
 def tried(problem: Problem, num_sms: int) -> list[Row]:

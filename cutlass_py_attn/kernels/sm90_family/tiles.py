@@ -121,12 +121,19 @@ _SM90_FORWARD_RANGES: _Table = {
     64: (
         Row("192x128x16:2-speculative-halves", _LONG, dims=(32, 64)),
         Row("128x128x12:2-speculative", _LONG, dims=(0, 96)),
+        Row("64x128x8:2-speculative", _LATER, dims=(0, 128)),
+        Row("64x64x8:2-plain", _LATER),
     ),
     128: (
         Row("128x128x12:2-speculative", _LONG, dims=(0, 128)),
         Row("128x64x12:2-plain", _LATER),
+        Row("64x128x8:2-speculative", _LATER, dims=(0, 128)),
+        Row("64x64x8:2-plain", _LATER),
     ),
-    256: (Row("128x64x12:2-speculative", _LONG, dims=(128, 256)),),
+    256: (
+        Row("128x64x12:2-speculative", _LONG, dims=(128, 256)),
+        Row("64x64x8:2-speculative", _LATER, dims=(128, 256)),
+    ),
 }
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (Row("64x64x12:2+wide", _NO_OTHER),)}
@@ -266,9 +273,15 @@ _SM90_BACKWARD_RANGES: _Table = {
     64: (
         _backward("128x128x16:3,2k2+key_registers-plain"),
         _backward("128x128x16:3,2k2+ds_registers-plain"),
+        _backward("64x128x16:3,2-plain"),
+        _backward("64x64x12:4,3-plain"),
     ),
-    96: (_backward("64x128x16:3,2+ds_registers-plain"),),
-    128: (_backward("64x128x16:3,2k2+ds_registers-plain"), _backward("64x128x16:3,2+ds_registers-plain")),
+    96: (_backward("64x128x16:3,2+ds_registers-plain"), _backward("64x64x12:3,2-plain")),
+    128: (
+        _backward("64x128x16:3,2k2+ds_registers-plain"),
+        _backward("64x128x16:3,2+ds_registers-plain"),
+        _backward("64x64x12:3,2-plain"),
+    ),
 }
 SM90: dict[str, _Table] = {
     "forward": _SM90_FORWARD,

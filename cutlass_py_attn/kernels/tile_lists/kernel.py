@@ -12,7 +12,7 @@ from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.names import BATCH, GROUP, NUM_HEADS, NUM_HEADS_KEY, NUM_KEYS, NUM_QUERIES, NUM_SMS
 from cutlass_py_attn.launch.tile_lists import RECORD_WORDS, ROWS_PADDING, SIZE_WORDS, STATE_TILES, STATE_WORDS
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import RANGE_EDGES, RANGE_WORDS, WORD_BYTES
+from cutlass_py_attn.problem.tensors import RANGE_EDGES, RANGE_WORDS, VISIBLE_BLOCKS, WORD_BYTES
 
 RANGES_BATCH: Final = Name("ranges_batch")
 RANGES_HEADS: Final = Name("ranges_heads")
@@ -23,8 +23,10 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expr]:
     """Returns the sizes of the axes of the ranges of keys, and the multiprocessors for which work tiles are ordered."""
     if not build.form.has_ranges:
         return {}
-    batch, heads, _ = getattr(problem, RANGE_EDGES[0]).shape
-    axes = {"ranges_batch": ONE if batch == 1 else BATCH, "ranges_heads": ONE if heads == 1 else NUM_HEADS}
+    arrays = (getattr(problem, name) for name in (RANGE_EDGES[0], VISIBLE_BLOCKS))
+    shapes = [array.shape for array in arrays if array is not None]
+    has_batch, has_heads = (any(shape[axis] > 1 for shape in shapes) for axis in (0, 1))
+    axes = {"ranges_batch": BATCH if has_batch else ONE, "ranges_heads": NUM_HEADS if has_heads else ONE}
     return {**axes, "device_sms": NUM_SMS}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint8
 
 from cutlass_py_attn.integers import ceil_div, larger, round_up, smaller
 from cutlass_py_attn.kernels.common import dependent_launch, params, tile_copy
@@ -13,7 +13,7 @@ from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.tile_lists import ROWS_PADDING, STATE_TILES, STATE_WORDS
 from cutlass_py_attn.problem.masks import Band, Form
-from cutlass_py_attn.problem.tensors import RANGE_AXES, RANGE_EDGES, RANGE_WORDS
+from cutlass_py_attn.problem.tensors import BLOCK_AXES, RANGE_AXES, RANGE_EDGES, RANGE_WORDS, VISIBLE_BLOCKS
 
 WARPS = ROW_THREADS // WARP_THREADS
 ROWS_AT_ONCE = 4  # rows of shared memory that are compared before the next ones
@@ -67,7 +67,9 @@ class Ranges:
             visited, whole = Boolean(False), Boolean(False)
             first_key = step * (ROW_THREADS * build.tile_n)
             if (first_key < most) & (first_key + ROW_THREADS * build.tile_n > least):
-                visited, whole = self.state(ranges, rows, key_tile * build.tile_n)
+                first_of_tile = key_tile * build.tile_n
+                visited, whole = self.state(ranges, rows, first_of_tile)
+                visited = visited & self.may_see(p, number, tile * build.tile_m, first_of_tile)
             masks = tuple(
                 cute.arch.vote_ballot_sync(is_set & (key_tile < key_tiles)) for is_set in (visited, visited & whole)
             )
@@ -79,11 +81,14 @@ class Ranges:
                 )
                 target[0], target[1] = Int32(masks[0]), Int32(masks[1])
 
-    def keys_of(self, p: Any, number: Int32, query: Int32) -> tuple[Int32, Int32]:
+    @cute.jit
+    def keys_of(self, p: Any, number: Int32, query: Int32):
         """Returns the first key that a query sees, and one past the last: (0, 0) for none, or a row past the end."""
         batch, head = number // p.ranges_heads, number % p.ranges_heads
         row = smaller(query, p.num_queries - 1)
-        start, end = (self.edge(p, name, (batch, head, row)) for name in RANGE_EDGES)
+        start, end = Int32(0), p.num_keys
+        if p.key_start != 0:
+            start, end = (self.element(p, name, RANGE_AXES, (batch, head, row), Int32) for name in RANGE_EDGES)
         diagonal = p.bottom_right * (p.num_keys - p.num_queries)
         band = Band(Form("local"), diagonal - p.window_left, diagonal + p.window_right, p.num_queries, p.num_keys)
         start = larger(start, band.key_start(query))
@@ -91,12 +96,22 @@ class Ranges:
         sees = (start < end) & (query < p.num_queries)
         return cutlass.select_(sees, start, Int32(0)), cutlass.select_(sees, end, Int32(0))
 
-    def edge(self, p: Any, name: str, place: tuple[Int32, Int32, Int32]) -> Int32:
-        """Loads one edge of a range."""
+    def element(self, p: Any, name: str, axes: tuple[str, ...], place: tuple[Any, ...], dtype: Any) -> Any:
+        """Loads an element of an array with strides."""
         offset = Int64(0)
-        for index, axis in zip(place, RANGE_AXES, strict=True):
+        for index, axis in zip(place, axes, strict=True):
             offset = offset + Int64(index) * params.stride(p, name, axis)
-        return params.load_scalar(getattr(p, name), Int32, offset)
+        return params.load_scalar(getattr(p, name), dtype, offset)
+
+    @cute.jit
+    def may_see(self, p: Any, number: Int32, query: Int32, key: Int32):
+        """Returns whether queries of the block of `query` may see keys of the block of `key`."""
+        is_visible = key < p.num_keys
+        if (p.visible_blocks != 0) & is_visible:
+            batch, head = number // p.ranges_heads, number % p.ranges_heads
+            place = batch, head, query // p.mask_block_rows, key // p.mask_block_columns
+            is_visible = self.element(p, VISIBLE_BLOCKS, BLOCK_AXES, place, Uint8) != Uint8(0)
+        return is_visible
 
     @cute.jit
     def state(self, ranges: cute.Tensor, rows: Int32, first: Int32):
