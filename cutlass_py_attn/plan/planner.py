@@ -29,10 +29,11 @@ from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of
-from cutlass_py_attn.problem.tensors import RANGE_BYTES
+from cutlass_py_attn.problem.tensors import RANGE_BYTES, WORD_BYTES
 from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
+_COUNTED: Final = ("tile_entries",)  # buffers of 32-bit words whose places are 32-bit numbers
 _RANGES: Final = "ranges of keys"  # as the families name what they do not take
 # Struct fields that the sizes of the device decide.
 _PLANNED: Final = (
@@ -227,7 +228,12 @@ def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dic
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
     params = launch_rules.params(problem, build)
     params = *params, *((name, values[name]) for name in _PLANNED if name in values)
-    counted = ((name, values[name]) for name in ("chunks",) if name in values)
+    counted = [(name, values[name]) for name in ("chunks",) if name in values]
+    counted += [
+        (f"elements of {buffer.name}", buffer.bytes // WORD_BYTES)
+        for buffer in workspace.buffers
+        if buffer.name in _COUNTED
+    ]
     launch_rules.expect_int32(
         (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
     )

@@ -44,7 +44,12 @@ def test_every_option_is_a_keyword_with_its_type_and_default(name: str) -> None:
     assert not any(item.kind is item.VAR_KEYWORD for item in inspect.signature(function).parameters.values())
 
 
-NARROWER = {("BackwardOptions", "sequences"), ("BackwardOptions", "out"), ("MlaOptions", "head_dim_value"), ("MlaOptions", "mask")}
+NARROWER = {
+    ("BackwardOptions", "sequences"),
+    ("BackwardOptions", "out"),
+    ("MlaOptions", "head_dim_value"),
+    ("MlaOptions", "mask"),
+}
 
 
 @pytest.mark.parametrize("declared", [options.ForwardOptions, options.BackwardOptions, options.MlaOptions])

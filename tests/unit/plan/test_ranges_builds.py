@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.bundle.files import export_bundle, export_library
-from cutlass_py_attn.errors import DoesNotFit
+from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
-from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import build_rules, launch_rules, planner
 from cutlass_py_attn.plan.builder import build_for
@@ -182,6 +181,14 @@ def test_launches_and_workspace(direction: str, axes: tuple[int, int]) -> None:
     assert [planned[name] for name in ("ranges_batch", "ranges_heads", "device_sms")] == [*axes, NUM_SMS]
 
 
+def test_lists_that_32_bits_do_not_number_are_refused() -> None:
+    """Each of 128 heads has 4096 lists of 4096 tiles; lists that all heads share are a 128th of these."""
+    problem = Problem.dense("forward", Shape(1, 2**19, 2**19, 128, 128, 128, 8), "bfloat16")
+    with pytest.raises(NotSupported, match="elements of tile_entries = 2147483648: must be at most 2147483647"):
+        planner.plan(with_ranges(problem), ARCH)
+    assert planner.plan(with_ranges(problem, (1, 1)), ARCH).workspace.buffers[2].bytes == 2**26
+
+
 WITH_RANGES = "kernels of sm_90a take no {} with ranges of keys"
 
 
@@ -225,7 +232,12 @@ def refused(problem: Problem, rule: str, arch: str = ARCH) -> None:
         ("bf16_d192v128_q200_s300_b2_h4_full", "backward", {}, "in a backward with head dims 192 and 128"),
         ("e4m3_d128_q200_s300_b2_h4_full", "forward", {}, "and keys of float8_e4m3fn"),
         ("bf16_d128_q200_s300_b2_h4_full_kv8", "forward", {}, "and keys of float8_e4m3fn"),
-        ("bf16_d128_s300_b2_h4_full", "backward", {"deterministic": True}, WITH_RANGES.format("deterministic gradients")),
+        (
+            "bf16_d128_s300_b2_h4_full",
+            "backward",
+            {"deterministic": True},
+            WITH_RANGES.format("deterministic gradients"),
+        ),
         ("bf16_d128_s300_b2_h4_full", "backward", {"grad_key": None}, WITH_RANGES.format("choice of gradients")),
         ("bf16_d128_s300_b2_h4_full", "backward", {"num_splits_key": 2}, WITH_RANGES.format("num_splits_key")),
         ("bf16_d128_s300_b2_h4_full", "forward", {"scale": -1.0}, WITH_RANGES.format("a scale below 0")),
