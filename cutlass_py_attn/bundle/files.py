@@ -232,6 +232,7 @@ def _problem_refusals(problem: object) -> list[Refusal]:
 def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], name: str, is_library: bool) -> None:
     """Raises NotSupported with every objection to the arguments of an export."""
     refusals = [refusal for problem in problems for refusal in problem.refusals()]
+    refusals += _range_refusals(problems)
     directions = [problem.direction for problem in problems]
     library = "export a library with export_library (--library)"
     if not problems:
@@ -252,6 +253,13 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
     refusals += [refusal for arch in archs for refusal in planner.arch_refusals(arch)]
     if refusals:
         raise NotSupported(refusals)
+
+
+def _range_refusals(problems: Sequence[AnyProblem]) -> Iterator[Refusal]:
+    """Yields why the calls of a bundle or a library cannot pass ranges of keys."""
+    for start in {problem.key_start for problem in problems if isinstance(problem, Problem)} - {None}:
+        rule = "must be None, for the structs of exported calls have no fields for ranges of keys"
+        yield refuse("key_start", start, rule, "launch these kernels from Python, or export another mask")
 
 
 def _total_refusals(problems: Sequence[MergeProblem]) -> Iterator[Refusal]:

@@ -152,6 +152,11 @@ def _sharing_lines(plan: Plan) -> Iterator[str]:
             f"pages: {found['num_pages']} of {found['page_size']} rows, at most {found['max_pages']} of a sequence; "
             "table and lengths are read on the device"
         )
+    if "ranges_batch" in found:
+        yield (
+            f"ranges of keys: of {found['ranges_batch']} sequences and {found['ranges_heads']} query heads, read on "
+            "the device; three kernels write the tile lists of the main one"
+        )
     if "num_teams" not in found:
         last = "the last query tiles" if SHARED_END in plan.build.options else "the query tiles"
         shared = f"each of {last}" if plan.build.shares_query_tiles else "one (batch, head)"

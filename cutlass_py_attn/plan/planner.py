@@ -29,9 +29,12 @@ from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.tensors import WORD_BYTES
 from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
+_COUNTED: Final = ("tile_entries",)  # buffers of 32-bit words whose places are 32-bit numbers
+_RANGES: Final = "ranges of keys"  # as the families name what they do not take
 # Struct fields that the sizes of the device decide.
 _PLANNED: Final = (
     *("num_splits_key", "num_splits_query", "shared_key_tiles"),
@@ -128,11 +131,8 @@ def _plans(problem: Problem, families: Iterable[tuple[Family, str]], count: int,
 
 def _refusals(problem: Problem, arch: str) -> list[Refusal]:
     """Returns why no kernel of the target computes a problem: no tile fits, or none reads its e4m3 codes."""
-    if problem.form.has_ranges:
-        missing = min((_unsupported(problem, arch, family) for family in FAMILIES.values()), key=len)
-        if missing:
-            rule = f"on {arch}, kernels with ranges of keys take no {', '.join(missing)}"
-            return [refuse("key_start", problem.key_start, rule, "use another mask, or a bias of -inf")]
+    if problem.form.has_ranges and (rule := _rule_of_ranges(problem, arch)):
+        return [refuse("key_start", problem.key_start, rule, "use another mask, or a bias of -inf")]
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
     has_own_family = has_codes(problem) and not is_cache
@@ -153,6 +153,20 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
         field, taker = "query", f"the kernel of {arch} takes no"
     given = getattr(problem, field).dtype
     return [refuse(f"{field}.dtype", given, f"{taker} {name}", remedy) for name in missing]
+
+
+def _rule_of_ranges(problem: Problem, arch: str) -> str:
+    """Returns which problems with ranges of keys the kernels of a target take, if this is none of them."""
+    has_wgmma, shape = architecture(arch).has_wgmma, problem.shape
+    families = (family for family in FAMILIES.values() if has_wgmma or not family.needs_wgmma)
+    found = (family.unsupported_features(problem) for family in families)
+    missing = min(found, key=lambda names: (_RANGES in names, len(names)))
+    if _RANGES not in missing:
+        names = ", ".join(name.removesuffix(f" with {_RANGES}") for name in missing)
+        return f"kernels of {arch} take no {names} with {_RANGES}" if names else ""
+    dims = f"head dims {shape.head_dim} and {shape.head_dim_value}"
+    body = f" in a {problem.direction} with {dims} and keys of {problem.key.dtype}" if has_wgmma else ""
+    return f"no kernel of {arch} takes {_RANGES}{body}"
 
 
 def plans_on(
@@ -214,7 +228,12 @@ def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dic
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
     params = launch_rules.params(problem, build)
     params = *params, *((name, values[name]) for name in _PLANNED if name in values)
-    counted = ((name, values[name]) for name in ("chunks",) if name in values)
+    counted = [(name, values[name]) for name in ("chunks",) if name in values]
+    counted += [
+        (f"elements of {buffer.name}", buffer.bytes // WORD_BYTES)
+        for buffer in workspace.buffers
+        if buffer.name in _COUNTED
+    ]
     launch_rules.expect_int32(
         (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
     )

@@ -23,6 +23,7 @@ from cutlass_py_attn.problem.tensors import (
     KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
+    RANGE_AXES,
     RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
     VISIBLE_BLOCKS,
@@ -314,6 +315,8 @@ def _key_ranges(problem: Problem) -> Iterator[Refusal]:
             yield refuse(f"{name}.shape", edge.shape, f"must be {full}; the first two sizes may be 1", "reshape it")
         elif edge.dtype != "int32":
             yield refuse(f"{name}.dtype", edge.dtype, "must be int32", "convert it")
+        else:
+            yield from memory_refusals(name, edge, RANGE_AXES, is_written=False)
     shapes = {edge.shape for edge in edges.values() if edge is not None}
     if len(shapes) > 1:
         rule = f"must be that of key_start, {edges['key_start'].shape}"

@@ -10,7 +10,7 @@ from typing import Any
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import RANGE_EDGES, Sequences, Shape, Tensor
 from tests.support.requests import LENGTHS, SHAPE, changed, dense, with_terms
 
 Refused = tuple[Problem, list[str]]  # "field: words of the rule", as for `refusals.expect`
@@ -24,6 +24,7 @@ SOFTCAP = "a number above 0 that float32 holds"
 RATIO = "0 or have a magnitude from 2**-126 to 2**126"
 WHOLE_BIAS = (2, 3, 40, 50)
 LONG = 2**29 + 1
+EDGES = "must be (2, 3, 40); the first two sizes may be 1"
 
 
 def shaped(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> Refused:
@@ -49,9 +50,10 @@ def sized(name: str, size: int) -> Problem:
     return dense(**sizes)
 
 
-def ranged(shape: tuple[int, ...] = (2, 3, 128, 2), **changes: Any) -> Problem:
-    """Returns a problem with ranges of keys."""
-    return dense().replace(key_ranges=dataclasses.replace(Tensor.contiguous(shape, "int32"), **changes))
+def ranged(shape: tuple[int, ...] = (2, 3, 40), base: Problem | None = None, **changes: Any) -> Problem:
+    """Returns a problem with ranges of keys, of which the starts are changed."""
+    edge = Tensor.contiguous(shape, "int32")
+    return (base or dense()).replace(key_start=dataclasses.replace(edge, **changes), key_end=edge)
 
 
 RANKS: dict[str, Refused] = {
@@ -302,19 +304,26 @@ TOGETHER: dict[str, Refused] = {
 }  # fmt: skip
 
 RANGES: dict[str, Refused] = {
-    "rows of ranges": (ranged((2, 3, 40, 2)), ["key_ranges: int32 (2, 3, 128, 2)"]),
-    "batch of ranges": (ranged((3, 1, 128, 2)), ["key_ranges: int32 (2, 3, 128, 2)"]),
-    "axes of ranges": (ranged((3, 128, 2)), ["key_ranges: int32 (2, 3, 128, 2)"]),
-    "dtype of ranges": (ranged(dtype="int64"), ["key_ranges: int32 (2, 3, 128, 2)"]),
-    "strides of ranges": (ranged(strides=(768, 256, 2)), ["key_ranges.strides: a stride for each axis"]),
-    "rows of ranges apart": (ranged(strides=(1536, 512, 4, 1)), ["key_ranges.strides: must be contiguous"]),
-    "address of ranges": (ranged(alignment=4), ["key_ranges.alignment: the 16 bytes"]),
-    "ranges and a mask": (ranged().replace(mask=Causal()), ["mask: must be Full() with key_ranges"]),
+    "queries of ranges": (ranged((2, 3, 41)), [f"{name}.shape: {EDGES}" for name in RANGE_EDGES]),
+    "batch of ranges": (ranged((3, 1, 40)), [f"{name}.shape: {EDGES}" for name in RANGE_EDGES]),
+    "axes of ranges": (ranged((3, 40)), [f"{name}.shape: {EDGES}" for name in RANGE_EDGES]),
+    "another shape of their ends": (
+        ranged().replace(key_end=Tensor.contiguous((1, 3, 40), "int32")),
+        ["key_end.shape: must be that of key_start"],
+    ),
+    "dtype of ranges": (ranged(dtype="int64"), ["key_start.dtype: int32"]),
+    "rank of the strides of ranges": (ranged(strides=(120, 40)), ["key_start.strides: a stride for each axis"]),
+    "strides of ranges": (ranged(strides=(2**62, 40, 1)), ["key_start.strides: fewer than 2**63 bytes"]),
+    "address of ranges": (ranged(alignment=2), ["key_start.alignment: the 4 bytes"]),
+    "starts alone": (ranged().replace(key_end=None), ["key_end: must come with key_start"]),
+    "ends alone": (ranged().replace(key_start=None), ["key_start: must come with key_end"]),
+    "no tensors of ranges": (
+        ranged().replace(key_start=3, key_end="4"),
+        [f"{name}: a Tensor, or None" for name in RANGE_EDGES],
+    ),
     "ranges of packed sequences": (
-        dense(base=LENGTHS).replace(
-            key_ranges=Tensor.contiguous((1, 1, 128, 2), "int32"), sequences=Sequences(2, 25, 30)
-        ),
-        ["key_ranges: None with sequences"],
+        ranged((1, 1, 25), dense(base=LENGTHS).replace(sequences=Sequences(2, 25, 30))),
+        ["key_start: None with sequences"],
     ),
 }
 

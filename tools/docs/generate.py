@@ -39,6 +39,7 @@ ORDER = (
     "quick_start",
     "support",
     "concepts",
+    "masks",
     "arrays",
     "faults",
     "jax",

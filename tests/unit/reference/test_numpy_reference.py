@@ -96,9 +96,9 @@ def test_ranges_of_a_mask_are_the_mask(mask: masks.Mask) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1)])
 def test_ranges_of_each_head(shape: tuple[int, int]) -> None:
-    """Two ranges of each query, of which many are empty; a group of two query heads reads a key head."""
+    """Many ranges are empty; a group of two query heads reads a key head."""
     query, key, value, _ = drawn(Shape(2, 300, 40, 4, 8, 8, 2))
-    ranges = KeyRanges(*np.random.default_rng(3).integers(-5, 45, (4, *shape, 300)))
+    ranges = KeyRanges(*np.random.default_rng(3).integers(-5, 45, (2, *shape, 300)))
     seen = np.broadcast_to(ranges.materialise(40), (2, 4, 300, 40))
     output, lse = numpy_reference.forward(query, key, value, mask=ranges, scale=0.3)
     for batch, head in np.ndindex(2, 4):
