@@ -223,7 +223,7 @@ def problem_of(
     elif options.sequences is not None:
         refusals += _lengths(tensors)
         sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not refusals else 0)
-    operands = {name: tensor for name, tensor in tensors.items() if name in Problem.__dataclass_fields__}
+    operands: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n in Problem.__dataclass_fields__}
     problem = Problem(
         direction,
         **{"output": tensors["query"], **operands},
