@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutlass_py_attn.jax import attention, functions, handler, mla_attention, payload, primitive
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import KEY_ROPE, Tensor
 from tests.support.bundle_hosts import WORKSPACE
@@ -80,8 +81,9 @@ def _function(problem: Problem) -> Any:
 
 
 def _attend(problem: Problem, arrays: dict[str, Any]) -> Any:
+    has_ranges = problem.form.has_ranges
     options = {
-        "mask": problem.mask,
+        "mask": KeyRanges(arrays["key_start"], arrays["key_end"], problem.mask) if has_ranges else problem.mask,
         "scale": problem.scale,
         "sequences": sequences_of(problem, arrays),
         "kernels": artifact,
