@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from cutlass_py_attn.jax import attention, functions, handler, mla_attention, payload, primitive
-from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import KEY_ROPE, Tensor
 from tests.support.bundle_hosts import WORKSPACE
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tests.support.front_ends import plan_calls, planned, sequences_of, without_cleared_results
+from tests.support.front_ends import mask_of, plan_calls, planned, sequences_of, without_cleared_results
 from tests.support.native_frames import Call
 
 TERMS = ("bias", "alibi_slopes", "sinks")
@@ -81,9 +80,8 @@ def _function(problem: Problem) -> Any:
 
 
 def _attend(problem: Problem, arrays: dict[str, Any]) -> Any:
-    has_ranges = problem.form.has_ranges
     options = {
-        "mask": KeyRanges(arrays["key_start"], arrays["key_end"], problem.mask) if has_ranges else problem.mask,
+        "mask": mask_of(problem, arrays),
         "scale": problem.scale,
         "sequences": sequences_of(problem, arrays),
         "kernels": artifact,
