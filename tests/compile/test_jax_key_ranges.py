@@ -451,6 +451,16 @@ def test_ranges_inside_shard_map(stand_in: None) -> None:
         expect_close(found, expected, 1e-2)
 
 
+@pytest.mark.parametrize("argument", ALL)
+def test_the_gradient_of_one_operand(argument: int, stand_in: None) -> None:
+    """Kernels with ranges compute those of all three."""
+    arrays, ranges = operands(dtype=np.float16), KeyRanges(*edges(23, 1, HEADS), Causal())
+    wide = tuple(array.astype(np.float32) for array in arrays)
+    found = jax.jit(jax.grad(functools.partial(loss, by_kernels), argument))(*arrays, ranges)
+    expect_close(found, jax.grad(functools.partial(loss, theirs), argument)(*wide, ranges), 1e-2)
+    assert [problem.gradients for problem in xla_reference.computed if problem.gradients] == [("query", "key", "value")]
+
+
 def test_an_exported_program_takes_other_ranges() -> None:
     def attend(query: Any, key: Any, value: Any, start: Any, end: Any) -> Any:
         return by_kernels(query, key, value, KeyRanges(start, end, Causal()))
