@@ -1,4 +1,4 @@
-"""Repeated calls of append_to_cache and merge_states: no validation for known layouts, and no overlap unseen."""
+"""Repeated calls: no validation for known layouts, no overlap unseen, and the arrays of each call."""
 
 from __future__ import annotations
 
