@@ -484,6 +484,8 @@ def option_value(name: str, value: Any) -> Any:
         return scalar.normalised(value)
     if type(value) in masks.ALL.values():
         return with_python_numbers(value)
+    if isinstance(value, KeyRanges):
+        return replace(value, band=option_value(name, value.band), **value.arrays())
     if isinstance(value, VariableLength):
         longest = {"max_seqlen_q": value.max_seqlen_q, "max_seqlen_k": value.max_seqlen_k}
         numbers = {each: number for each, given in longest.items() if (number := integer_of(given)) is not None}

@@ -38,6 +38,7 @@ from cutlass_py_attn.problem.split_rows import (
     ZIGZAG,
     SplitCall,
     order_refusals,
+    ranges_refusals,
     strategy_refusals,
 )
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS, Tensor
@@ -227,7 +228,7 @@ def _context_refusals(context: Mapping[str, Any]) -> list[Refusal]:
 
 def _refusals(options: Options) -> list[Refusal]:
     """Returns why options are refused that one device takes."""
-    found = []
+    found = ranges_refusals(options.key_start)
     if options.score_terms:
         rule = "must be empty, for a term counts the positions of a rank's own rows"
         found.append(refuse("score_terms", options.score_terms, rule, "add it as a bias"))

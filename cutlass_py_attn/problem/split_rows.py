@@ -49,6 +49,14 @@ def order_refusals(value: object) -> list[Refusal]:
     return [refuse("load_balance", value, f"must be {ZIGZAG!r}, or None for the natural order", "choose one")]
 
 
+def ranges_refusals(key_start: object) -> list[Refusal]:
+    """Returns why ranges of keys are refused. key_start: the array of their starts; None for no ranges."""
+    if key_start is None:
+        return []
+    rule = "must be None where the rows are split over devices, which do not split ranges of keys"
+    return [refuse("key_start", key_start, rule, "pass a mask of another type, or a bias of -inf")]
+
+
 def chunks(size: int, zigzag: bool, rows: int, device: Any) -> list[Chunk]:
     """Returns the runs of consecutive rows among the `rows` rows of one of `size` devices."""
     if not zigzag:

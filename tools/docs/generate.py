@@ -43,6 +43,7 @@ ORDER = (
     "arrays",
     "faults",
     "jax",
+    "jax_ranges",
     "jax_devices",
     "paged",
     "serving",
