@@ -238,6 +238,7 @@ def problem_of(
         score_terms=tuple((name, tensors[name]) for name in sorted(options.score_terms)),
         deterministic=options.deterministic,
         num_splits_key=options.num_splits_key,
+        block_size=options.block_size,
     )
     # `Problem.refusals` refuses wrong ranks below; until then no size may be used.
     ranks = [len(tensors[name].shape) for name in OPERANDS]

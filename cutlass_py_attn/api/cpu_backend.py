@@ -13,6 +13,7 @@ import numpy as np
 from cutlass_py_attn.api.calls import problem_on_host
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
@@ -65,11 +66,14 @@ def _forward(problem: Problem, operands: Mapping[str, Any], options: Options) ->
     return {"output": output, "logsumexp": logsumexp.astype(np.float32)}
 
 
-def _mask(problem: Problem, operands: Mapping[str, Any]) -> Mask | KeyRanges:
-    """Returns the mask of a problem, with its ranges of keys if it has any."""
-    if not problem.form.has_ranges:
-        return problem.mask
-    return KeyRanges(operands["key_start"], operands["key_end"], problem.mask)
+def _mask(problem: Problem, operands: Mapping[str, Any]) -> Mask | ArrayMask:
+    """Returns the mask of a problem, with its arrays if it has any."""
+    mask: Mask | KeyRanges = problem.mask
+    if problem.key_start is not None:
+        mask = KeyRanges(operands["key_start"], operands["key_end"], problem.mask)
+    if problem.visible_blocks is None:
+        return mask
+    return BlockSparse(operands["visible_blocks"], problem.block_size, mask)
 
 
 def _backward(problem: Problem, operands: Mapping[str, Any], options: Options) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class KeyRanges:
         """Yields what is no array, and a band that is no mask."""
         for name in RANGE_EDGES:
             array = getattr(self, name)
-            if not any(hasattr(array, word) for word in ("dtype", "__dlpack__", "__cuda_array_interface__")):
+            if not is_array(array):
                 rule = "must be an int32 array (batch, num_heads, num_queries)"
                 yield refuse(name, array, rule, "pass one; the first two sizes may be 1")
         yield from _band_refusals(self.band)
@@ -102,7 +102,7 @@ class KeyRanges:
         `KeyRanges.segments([[7, 7, 2, 7]])` has key_start (1, 1, 4) 0 0 2 3 and key_end 2 2 3 4.
         """
         _expect(_integers("segment_ids", segment_ids, "(batch, num_tokens)"), _band_refusals(band))
-        xp = _library(segment_ids)
+        xp = library_of(segment_ids)
         numbers = xp.asarray(segment_ids)
         batch, count = numbers.shape
         _expect(_length("num_tokens", count, batch))
@@ -165,6 +165,10 @@ class KeyRanges:
         query = xp.arange(int(num_queries), dtype=xp.int32)
         return _ranges(xp, query - before, query + behind + 1)
 
+    def resolved(self, num_queries: int, num_keys: int) -> KeyRanges:
+        """Returns NumPy ranges without a band."""
+        return self.within(num_keys)
+
     def within(self, num_keys: int) -> KeyRanges:
         """Returns NumPy ranges without a band, cut to it and to the keys; an empty one is (0, 0)."""
         start, end = np.asarray(self.key_start), np.asarray(self.key_end)
@@ -187,13 +191,18 @@ class KeyRanges:
         return self.sees(batch, head, query, key, num_keys)
 
 
+def is_array(value: object) -> bool:
+    """Returns whether this is an array of any library."""
+    return any(hasattr(value, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
+
+
 def _ranges(xp: Any, start: Any, end: Any, band: Mask = FULL) -> KeyRanges:
     return KeyRanges(start.astype(xp.int32), end.astype(xp.int32), band)
 
 
 def _read(*arrays: Any) -> tuple[Any, ...]:
     """Returns the functions of the arrays' library, NumPy for Python numbers, and each as int32 within UNLIMITED."""
-    libraries = [library for array in arrays if (library := _library(array)) is not np]
+    libraries = [library for array in arrays if (library := library_of(array)) is not np]
     xp: Any = libraries[0] if libraries else np
     found = [xp.asarray(array) for array in arrays]
     limits = [xp.iinfo(array.dtype) for array in found]
@@ -201,7 +210,7 @@ def _read(*arrays: Any) -> tuple[Any, ...]:
     return xp, *(xp.clip(array, *ends).astype(xp.int32) for array, ends in zip(found, bounds, strict=True))
 
 
-def _library(array: Any) -> Any:
+def library_of(array: Any) -> Any:
     """Returns the module with the functions of an array's library; None for an array without one."""
     if isinstance(array, (int, list, tuple)):
         return np
@@ -221,7 +230,7 @@ def _integers(name: str, given: Any, *shapes: str) -> Iterator[Refusal]:
     """Yields why this is no array of integers with as many axes as one of the shapes, such as "(batch, heads)"."""
     rule = f"must be {' or '.join(shapes)} integers of NumPy, CuPy, JAX or Python"
     array = _on_host(given)
-    if _library(array) is None:
+    if library_of(array) is None:
         yield refuse(name, given, rule, "convert it")
         return
     if getattr(array.dtype, "kind", "") not in "iu":

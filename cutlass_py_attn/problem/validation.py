@@ -324,7 +324,7 @@ def _key_ranges(problem: Problem) -> Iterator[Refusal]:
 
 
 def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
-    if problem.form.has_ranges:
+    if problem.key_start is not None or problem.visible_blocks is not None:
         for name in ("sequences", "pages"):
             if getattr(problem, name) is not None:
                 rule = "must be None with key_start or visible_blocks"

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.block_sparse import ArrayMask
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.reference.score_mod import (
     CuSeqlens,
@@ -156,7 +156,7 @@ def forward(
     key: Array,
     value: Array,
     *,
-    mask: Mask | KeyRanges,
+    mask: Mask | ArrayMask,
     scale: float | None = None,
     precision: str = "float64",
     score_mod: ReferenceScoreMod = NO_SCORE_MOD,
@@ -210,7 +210,7 @@ def backward(
     output: Array,
     logsumexp: Array,
     *,
-    mask: Mask | KeyRanges,
+    mask: Mask | ArrayMask,
     scale: float | None = None,
     precision: str = "float64",
     score_mod: ReferenceScoreMod = NO_SCORE_MOD,
@@ -330,17 +330,17 @@ def _backward_head(
     return Gradients(arithmetic.round(grad_q), grad_k, arithmetic.round(grad_v), None, grad_sink)
 
 
-def _heads(mask: Mask | KeyRanges, layout: Layout) -> Iterator[tuple[SeqlenInfo, int, list[_Block]]]:
+def _heads(mask: Mask | ArrayMask, layout: Layout) -> Iterator[tuple[SeqlenInfo, int, list[_Block]]]:
     """Yields every head of every sequence, with the blocks of that head."""
     for sequence in layout.sequences:
         num_queries, num_keys = sequence.num_queries, sequence.num_keys
-        ranges = mask.within(num_keys) if isinstance(mask, KeyRanges) else None
+        arrays = None if isinstance(mask, Mask) else mask.resolved(num_queries, num_keys)
         if isinstance(mask, Mask):
             sees = functools.partial(mask.sees, num_queries=num_queries, num_keys=num_keys)
             blocks = list(_blocks(sees, num_queries, num_keys))
         for head in range(layout.num_heads):
-            if ranges is not None:
-                sees = functools.partial(ranges.sees, sequence.index, head, num_keys=num_keys)
+            if arrays is not None:
+                sees = functools.partial(arrays.sees, sequence.index, head, num_keys=num_keys)
                 blocks = list(_blocks(sees, num_queries, num_keys))
             yield sequence, head, blocks
 

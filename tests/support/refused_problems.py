@@ -56,6 +56,11 @@ def ranged(shape: tuple[int, ...] = (2, 3, 40), base: Problem | None = None, **c
     return (base or dense()).replace(key_start=dataclasses.replace(edge, **changes), key_end=edge)
 
 
+def blocks(shape: tuple[int, ...] = (2, 3, 1, 1), dtype: str = "bool") -> Problem:
+    """Returns a problem with visible blocks of 128 x 128."""
+    return dense().replace(visible_blocks=Tensor.contiguous(shape, dtype))
+
+
 RANKS: dict[str, Refused] = {
     "direction": (dense().replace(direction="sideways"), ["direction: one of forward, backward"]),
     "no grad_output": (dense("backward").replace(grad_output=None), ["grad_output: a tensor in the shape of output"]),
@@ -323,8 +328,13 @@ RANGES: dict[str, Refused] = {
     ),
     "ranges of packed sequences": (
         ranged((1, 1, 25), dense(base=LENGTHS).replace(sequences=Sequences(2, 25, 30))),
-        ["key_start: None with sequences"],
+        ["sequences: None with key_start or visible_blocks"],
     ),
+    "size of blocks": (dense().replace(block_size=(128, 0)), ["block_size: two ints above 0"]),
+    "no size of blocks": (dense().replace(block_size="128"), ["block_size: two ints above 0"]),
+    "shape of blocks": (blocks((2, 1, 1, 2)), ["visible_blocks.shape: (2, 3, 1, 1)"]),
+    "batch of blocks": (blocks((3, 1, 1, 1)), ["visible_blocks.shape: (2, 3, 1, 1)"]),
+    "dtype of blocks": (blocks(dtype="float32"), ["visible_blocks.dtype: bool or uint8"]),
 }
 
 ALL: dict[str, Refused] = {**RANKS, **RANGES, **SIZES, **TERMS, **TENSORS, **OPTIONS, **GRADIENTS, **TOGETHER}

@@ -49,6 +49,7 @@ def _accumulators(build: Build) -> int:
 BACKWARD: Final = replace(
     sm90_backward.BACKWARD,
     variant=TWO_CTA,
+    beside_ranges=None,
     steps=fixed_order,
     module="sm90_backward_2cta.backward",
     summary="clusters of two blocks over neighbouring key tiles; one warpgroup has dV, one dK, one dQ of both blocks",

@@ -116,7 +116,7 @@ _SM90_FORWARD_LOCAL: _Table = {
     128: _SM90_FORWARD[128],
     256: _SM90_FORWARD[256],
 }
-# kernels/sm90/NOTES-ranges.md
+# NOTES-ranges.md
 _SM90_FORWARD_RANGES: _Table = {
     64: (
         Row("192x128x16:2-speculative-halves", _LONG, dims=(32, 64)),

@@ -88,6 +88,7 @@ def _backward_grid(build: Build) -> Grid:
 FORWARD: Final = replace(
     sm90_forward.FORWARD,
     variant=WIDE,
+    beside_ranges=None,
     module="sm90_wide.forward",
     summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of "
     "every key and value tile, and two warpgroups divide the columns of O",
@@ -109,6 +110,7 @@ FORWARD: Final = replace(
 BACKWARD: Final = replace(
     sm90_backward.BACKWARD,
     variant=WIDE,
+    beside_ranges=None,
     steps=fixed_order,
     module="sm90_wide.backward",
     summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles for dQ, and over neighbouring "

@@ -33,9 +33,11 @@ TILES = {"forward": FORWARD, "backward": BACKWARD}
 LISTS = ("ranges", "lists", "order")
 ARRAYS = ("key_ranges", "tile_states", "tile_entries", "list_sizes", "work_list")
 STRIDES = tuple(f"{name}_{axis}" for name in ("key_start", "key_end") for axis in ("batch", "head", "row"))
+BLOCKS = "visible_blocks", *(f"visible_blocks_{axis}" for axis in ("batch", "head", "row", "column"))
+SIZES = "ranges_batch", "ranges_heads", "device_sms", "mask_block_rows", "mask_block_columns"
 FIELDS = (
-    *((name, "i64") for name in ("key_start", *STRIDES[:3], "key_end", *STRIDES[3:], *ARRAYS)),
-    *((name, "i32") for name in ("ranges_batch", "ranges_heads", "device_sms")),
+    *((name, "i64") for name in ("key_start", *STRIDES[:3], "key_end", *STRIDES[3:], *BLOCKS, *ARRAYS)),
+    *((name, "i32") for name in SIZES),
 )
 REMEDY = "use another mask, or a bias of -inf"
 
@@ -167,8 +169,10 @@ def test_launches_and_workspace(direction: str, axes: tuple[int, int]) -> None:
         (query_tiles * tables, 1, 1), (-(-lists // 4), 1, 1), (-(-work_tiles // 128), 1, 1),
     ]  # fmt: skip
     assert {launch.block for launch in plan.launches[:3]} == {(128, 1, 1)}
-    assert [launch.shared_memory_bytes for launch in plan.launches[:3]] == [build.tile_m * RANGE_BYTES, 0, 0]
-    assert not any(launch.tensor_maps or launch.is_dependent for launch in plan.launches[:3])
+    assert [launch.shared_memory_bytes for launch in plan.launches[:3]] == [(build.tile_m + 4) * RANGE_BYTES, 0, 0]
+    assert not any(launch.tensor_maps for launch in plan.launches[:3])
+    depends = {role: launch.is_dependent for role, launch in zip(roles, plan.launches, strict=True)}
+    assert [role for role in depends if not depends[role]] == (["ranges"] if forward else ["ranges", "delta"])
     buffers = {buffer.name: buffer.bytes // 4 for buffer in plan.workspace.buffers}
     assert {name: buffers[name] for name in ARRAYS} == {
         "key_ranges": tables * 256 * 2,
