@@ -19,6 +19,7 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import DROPOUT_P, FLAG, SCALARS, Scalar, integer_of, with_python_numbers
 from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
@@ -489,7 +490,9 @@ def option_value(name: str, value: Any) -> Any:
         return scalar.normalised(value)
     if type(value) in masks.ALL.values():
         return with_python_numbers(value)
-    if isinstance(value, ArrayMask):
+    if isinstance(value, BlockSparse):
+        return replace(value, within=option_value(name, value.within))
+    if isinstance(value, KeyRanges):
         return replace(value, band=option_value(name, value.band), **value.arrays())
     if isinstance(value, VariableLength):
         longest = {"max_seqlen_q": value.max_seqlen_q, "max_seqlen_k": value.max_seqlen_k}
