@@ -116,7 +116,7 @@ def _has_integers(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
 class ScoreOptions(TypedDict, total=False):
     """Options of scores, which every front end has; `AttentionOptions` describes them."""
 
-    mask: Mask | ArrayMask
+    mask: Mask | KeyRanges | BlockSparse
     scale: float | None
     bias: Any
     softcap: float

@@ -207,15 +207,14 @@ LATENT_CODES: Fields = (
 
 # Only in kernels of mask form "ranges": the ranges of keys, whose strides (elements) are 0 along an axis that they do
 # not have, and the arrays of launch/tile_lists.py. ranges_batch, ranges_heads: sizes of the axes of the ranges.
-# device_sms: multiprocessors of the device.
+# device_sms: multiprocessors of the device. mask_block_rows, mask_block_columns: queries and keys of a block of
+# visible_blocks; mask_block_heads: query heads that have the same blocks.
 LISTED_TILES: Fields = (
     *_strided(*RANGE_EDGES, axes=RANGE_AXES),
     *_strided(VISIBLE_BLOCKS, axes=BLOCK_AXES),
     *((name, "i64") for name in ("key_ranges", "tile_states", "tile_entries", "list_sizes", "work_list")),
-    *(
-        (name, "i32")
-        for name in ("ranges_batch", "ranges_heads", "device_sms", "mask_block_rows", "mask_block_columns")
-    ),
+    *((name, "i32") for name in ("ranges_batch", "ranges_heads", "device_sms")),
+    *((f"mask_block_{name}", "i32") for name in ("rows", "columns", "heads")),
 )
 
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.

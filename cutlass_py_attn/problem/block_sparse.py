@@ -22,9 +22,10 @@ Array = npt.NDArray[Any]
 class BlockSparse:
     """The mask with which a query sees a key if their blocks see each other, and `within` lets it see the key too.
 
-    visible_blocks: (batch, num_heads, blocks of queries, blocks of keys) bool array, or uint8 of zeros and ones; the
-        last blocks may be cut by the lengths, and the first two sizes may be 1. A CUDA array is read in place when
-        kernels run, so that other values need no other kernel
+    visible_blocks: (batch, num_heads_key, blocks of queries, blocks of keys) bool array, or uint8 of zeros and ones;
+        the last blocks may be cut by the lengths, and the first two sizes may be 1. In a forward alone the query heads
+        of a group may differ, (batch, num_heads, ...). A CUDA array is read in place when kernels run, so that other
+        values need no other kernel
     block_size: (queries, keys) of a block, multiples of 64; kernels of sm_90a compute (128, 128) the fastest
     within: a Mask, such as Causal(), or KeyRanges
     """
@@ -115,10 +116,12 @@ class BlockSparse:
         of_key = (indices[:, None] == xp.arange(num_key_blocks)).astype(xp.int32)
         return BlockSparse((of_row @ of_key > 0)[None, None], block_size, within)
 
-    def resolved(self, num_queries: int, num_keys: int) -> BlockSparse:
-        """Returns the mask in NumPy, within ranges without a band."""
+    def resolved(self, num_heads: int, num_queries: int, num_keys: int) -> BlockSparse:
+        """Returns the mask in NumPy, with blocks of every query head, within ranges without a band."""
+        blocks = np.asarray(self.visible_blocks)
+        blocks = blocks if blocks.shape[1] == 1 else np.repeat(blocks, num_heads // blocks.shape[1], axis=1)
         ranges = self.within if isinstance(self.within, KeyRanges) else KeyRanges.of(self.within, num_queries, num_keys)
-        return replace(self, visible_blocks=np.asarray(self.visible_blocks), within=ranges.within(num_keys))
+        return replace(self, visible_blocks=blocks, within=ranges.within(num_keys))
 
     def sees(self, batch: Any, head: Any, query: Any, key: Any, num_keys: int) -> Array:
         """Returns whether a query of a head of a sequence sees a key, of index arrays; for a `resolved` mask."""
@@ -134,7 +137,7 @@ class BlockSparse:
         """Returns the mask as a (batch, num_heads, num_queries, num_keys) bool array; slow, for tests."""
         sizes = batch, num_heads, num_queries, num_keys
         of_batch, head, query, key = np.ogrid[tuple(slice(size) for size in sizes)]
-        return self.resolved(num_queries, num_keys).sees(of_batch, head, query, key, num_keys)
+        return self.resolved(num_heads, num_queries, num_keys).sees(of_batch, head, query, key, num_keys)
 
 
 ArrayMask = KeyRanges | BlockSparse

@@ -165,7 +165,7 @@ class KeyRanges:
         query = xp.arange(int(num_queries), dtype=xp.int32)
         return _ranges(xp, query - before, query + behind + 1)
 
-    def resolved(self, num_queries: int, num_keys: int) -> KeyRanges:
+    def resolved(self, num_heads: int, num_queries: int, num_keys: int) -> KeyRanges:
         """Returns NumPy ranges without a band."""
         return self.within(num_keys)
 

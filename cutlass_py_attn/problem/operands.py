@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 LOGSUMEXP: Final = ("batch", "num_heads", "padded_queries")
 _ROWS: Final = (*BMHK, KEY_ROPE)
 _BIAS: Final = ("batch", "num_heads", "num_queries", "num_keys")
-_BLOCKS: Final = ("batch", "num_heads", "query_blocks", "key_blocks")
 _GRADIENTS: Final = tuple(f"grad_{name}" for name in (*OPERANDS, *registry.gradients()))
 _AXES: Final = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_indptr"), ("bounds",)),
@@ -100,7 +99,9 @@ def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, .
         return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
     own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
     if name == VISIBLE_BLOCKS:
-        return tuple(one if size == 1 else axis for one, axis, size in zip(own, _BLOCKS, shape, strict=True))
+        heads = "num_heads" if shape[1:2] == (problem.shape.num_heads,) else "num_heads_key"
+        full = "batch", heads, *own[2:]
+        return tuple(one if size == 1 else axis for one, axis, size in zip(own, full, shape, strict=True))
     if name in (*BIASES, *RANGE_EDGES):
         broadcast = zip(own, _BIAS, shape, strict=False)
         return tuple(one if size == 1 else axis for one, axis, size in broadcast)

@@ -51,8 +51,9 @@ class Problem:
     key_start, key_end: int32 (batch, num_heads, num_queries); the first key that each query sees, and one past its
         last. An axis of size 1 before the last is that of every sequence or head. Kernels cut ranges to the keys, and
         to the mask; one whose start is at or behind its end has no key. None for no ranges
-    visible_blocks: bool, or uint8 of zeros and ones, (batch, num_heads, blocks of queries, blocks of keys); whether a
-        query of a block may see a key of a block. Both first sizes may be 1. None for all blocks
+    visible_blocks: bool, or uint8 of zeros and ones, (batch, num_heads_key, blocks of queries, blocks of keys); whether
+        a query of a block may see a key of a block. Both first sizes may be 1; in a forward they may be those of every
+        query head. None for all blocks
     block_size: queries and keys of a block
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory

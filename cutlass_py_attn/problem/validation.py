@@ -335,11 +335,15 @@ def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
         return
     if blocks is None:
         return
-    full = problem.shape.visible_blocks(sizes)
+    shape = problem.shape
+    full = shape.visible_blocks(sizes)
+    heads = (shape.num_heads_key,) if problem.direction == "backward" else (shape.num_heads_key, shape.num_heads)
     is_wrong = len(blocks.shape) != len(full) or blocks.shape[2:] != full[2:]
-    if is_wrong or any(size not in (1, most) for size, most in zip(blocks.shape[:2], full[:2], strict=True)):
-        rule = f"must be {full} with block_size {sizes}; the first two sizes may be 1"
-        yield refuse(f"{VISIBLE_BLOCKS}.shape", blocks.shape, rule, "reshape it")
+    if is_wrong or blocks.shape[0] not in (1, full[0]) or blocks.shape[1] not in (1, *heads):
+        counted = " or ".join(map(str, dict.fromkeys((1, *heads))))
+        rule = f"must be (1 or {full[0]}, {counted}, {full[2]}, {full[3]}) with block_size {sizes}"
+        remedy = "reshape it, or repeat key and value if the query heads of a group differ"
+        yield refuse(f"{VISIBLE_BLOCKS}.shape", blocks.shape, rule, remedy)
     if blocks.dtype not in ("bool", "uint8"):
         yield refuse(f"{VISIBLE_BLOCKS}.dtype", blocks.dtype, "must be bool or uint8", "convert it")
 

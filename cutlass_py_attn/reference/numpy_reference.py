@@ -334,7 +334,7 @@ def _heads(mask: Mask | ArrayMask, layout: Layout) -> Iterator[tuple[SeqlenInfo,
     """Yields every head of every sequence, with the blocks of that head."""
     for sequence in layout.sequences:
         num_queries, num_keys = sequence.num_queries, sequence.num_keys
-        arrays = None if isinstance(mask, Mask) else mask.resolved(num_queries, num_keys)
+        arrays = None if isinstance(mask, Mask) else mask.resolved(layout.num_heads, num_queries, num_keys)
         if isinstance(mask, Mask):
             sees = functools.partial(mask.sees, num_queries=num_queries, num_keys=num_keys)
             blocks = list(_blocks(sees, num_queries, num_keys))

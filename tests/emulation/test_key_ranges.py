@@ -16,10 +16,11 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.launch.tile_lists import RECORD_WORDS
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
+from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
-from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Shape
+from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.testing.cases import Case
 from tests.support.backward_block import BackwardBlock
@@ -60,24 +61,28 @@ def everything(shape: Shape, seed: int, axes: tuple[int, int]) -> KeyRanges:
     return KeyRanges(start, start + shape.num_keys)
 
 
-def expect_lists(plan: Plan, found: dict[str, Any], shape: Shape, ranges: KeyRanges) -> None:
-    """Compares key_ranges, and the record of every work tile with the tiles of its list."""
+def expect_lists(plan: Plan, found: dict[str, Any], shape: Shape, mask: ArrayMask, seen: Any) -> None:
+    """Compares key_ranges, and the record of every work tile with the tiles of its list.
+
+    seen: (batch, heads, queries, keys) bool; batch and heads of the lists
+    """
     build, num_keys = plan.build, shape.num_keys
-    expected = device_ranges(ranges, num_keys)
-    cut = found["key_ranges"].reshape(expected.shape) == expected
-    assert cut[:, :, : round_up(shape.num_queries, build.tile_m)].all()
-    states = of_work_tiles(tile_states(ranges, num_keys, build.tile_m, build.tile_n), build, shape.group)
+    if isinstance(mask, KeyRanges):
+        expected = device_ranges(mask, num_keys)
+        cut = found["key_ranges"].reshape(expected.shape) == expected
+        assert cut[:, :, : round_up(shape.num_queries, build.tile_m)].all()
+    states = of_work_tiles(tile_states(seen, build.tile_m, build.tile_n), build, shape.group)
     written = written_records(found["work_list"].reshape(-1, RECORD_WORDS), found["tile_entries"])
     assert written == records(build, shape, states, dict(plan.params)["device_sms"])
 
 
-def check(case: Case, problem: Problem, plan: Plan, ptx: str, ranges: KeyRanges, *, is_eager: bool) -> None:
+def check(case: Case, problem: Problem, plan: Plan, ptx: str, mask: ArrayMask, *, is_eager: bool) -> None:
     """Executes the kernels, and compares the results with those in float64 and the tile lists with those of NumPy.
 
-    ranges: which keys the queries see
+    mask: which keys the queries see
     """
-    shape, arrays, options = problem.shape, case.arrays(), {"mask": ranges}
-    arrays |= ranges.arrays()
+    shape, arrays, options = problem.shape, case.arrays(), {"mask": mask}
+    arrays |= mask.arrays()
     operands = [arrays[name] for name in ("query", "key", "value")]
     options["score_mod"] = case.score_mod(arrays)
     output, logsumexp = numpy_reference.forward(*operands, **options)
@@ -91,11 +96,13 @@ def check(case: Case, problem: Problem, plan: Plan, ptx: str, ranges: KeyRanges,
         problem, plan, ptx, arrays, is_eager=is_eager, seed=7, block=block,
         outputs=(*expected, *(("logsumexp",) if case.direction == "forward" else ()), *LISTS),
     )  # fmt: skip
-    expect_lists(plan, found, shape, ranges)
-    heads = shape.num_heads_key, shape.group
-    seen = np.broadcast_to(
-        ranges.materialise(shape.num_keys), (shape.batch, shape.num_heads, shape.num_queries, shape.num_keys)
-    )
+    planned = dict(plan.params)
+    of_lists = planned["ranges_batch"], planned["ranges_heads"]
+    heads, sizes = (shape.num_heads_key, shape.group), (shape.num_queries, shape.num_keys)
+    is_ranges = isinstance(mask, KeyRanges)
+    own = mask.materialise(shape.num_keys) if is_ranges else mask.materialise(*of_lists, *sizes)
+    expect_lists(plan, found, shape, mask, np.broadcast_to(own, (*of_lists, *sizes)))
+    seen = np.broadcast_to(own, (shape.batch, shape.num_heads, *sizes))
     unseen = {
         "query": ~seen.any(axis=3).swapaxes(1, 2),
         "key": ~seen.any(axis=2).reshape(shape.batch, *heads, shape.num_keys).all(axis=2).swapaxes(1, 2),
@@ -135,3 +142,30 @@ def test_ranges(
     problem = with_ranges(case.problem(), axes).replace(mask=ranges.band)
     plan = planner.plan_of_build(problem, ranges_build(problem, tile), num_sms)
     check(case, problem, plan, machine_code(plan).ptx, ranges, is_eager=is_eager)
+
+
+@pytest.mark.parametrize(
+    ("line", "axes", "block_size", "tile", "within"),
+    [
+        ("forward bf16_d128_q300_s420_b1_h2k1", (1, 2), (128, 128), FORWARD[128], Causal()),
+        ("forward bf16_d128_q200_s300_b1_h4k2", (1, 2), (64, 64), "64x64x8:2", Full()),
+        ("backward bf16_d128_q300_s420_b1_h4k2", (1, 2), (128, 128), BACKWARD[128], random_ranges),
+        ("backward bf16_d64_q300_s420_b1_h1", (1, 1), (64, 192), "64x64x12:4,3", CausalBottomRight()),
+    ],
+)
+def test_blocks(
+    line: str, axes: tuple[int, int], block_size: tuple[int, int], tile: str, within: Any, machine_code: MachineCode
+) -> None:
+    """Some blocks of queries see no block of keys, and some blocks of keys none of queries."""
+    case = Case.parse(f"{line}_full seed=3")
+    shape = case.problem().shape
+    within = within(shape, 5, (1, 1)) if callable(within) else within
+    sizes = *axes, *shape.visible_blocks(block_size)[2:]
+    visible = np.random.default_rng(11).random(sizes) < 0.6
+    visible[:, :, 1], visible[..., -1] = False, False
+    mask = BlockSparse(visible, block_size, within)
+    ranges = with_ranges(case.problem(), (1, 1)) if isinstance(within, KeyRanges) else case.problem()
+    blocks = Tensor.contiguous(sizes, "bool")
+    problem = ranges.replace(mask=mask.band, visible_blocks=blocks, block_size=block_size)
+    plan = planner.plan_of_build(problem, ranges_build(problem, tile), 2)
+    check(case, problem, plan, machine_code(plan).ptx, mask, is_eager=False)

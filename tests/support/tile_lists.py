@@ -37,10 +37,12 @@ def device_ranges(ranges: KeyRanges, num_keys: int) -> Array:
     return padded
 
 
-def tile_states(ranges: KeyRanges, num_keys: int, tile_m: int, tile_n: int) -> TileStates:
-    """Returns the states of all tiles of (tile_m, tile_n), from every pair of them."""
-    seen = ranges.materialise(num_keys)
-    *heads, queries, _ = seen.shape
+def tile_states(seen: Array, tile_m: int, tile_n: int) -> TileStates:
+    """Returns the states of all tiles of (tile_m, tile_n).
+
+    seen: (batch, heads, queries, keys) bool
+    """
+    *heads, queries, num_keys = seen.shape
     query_tiles, key_tiles = ceil_div(queries, tile_m), ceil_div(num_keys, tile_n)
     some, every = (np.full((*heads, query_tiles * tile_m, key_tiles * tile_n), past) for past in (False, True))
     for padded in (some, every):

@@ -109,6 +109,7 @@ class Ranges:
         is_visible = key < p.num_keys
         if (p.visible_blocks != 0) & is_visible:
             batch, head = number // p.ranges_heads, number % p.ranges_heads
+            head = head // p.mask_block_heads
             place = batch, head, query // p.mask_block_rows, key // p.mask_block_columns
             is_visible = self.element(p, VISIBLE_BLOCKS, BLOCK_AXES, place, Uint8) != Uint8(0)
         return is_visible

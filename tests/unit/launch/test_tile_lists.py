@@ -171,7 +171,7 @@ def test_records_are_those_of_every_pair(case: tuple[SmallTiles, Shape, KeyRange
     full = shape.batch, shape.num_heads, shape.num_queries, shape.num_keys
     seen = np.broadcast_to(ranges.materialise(shape.num_keys), full)
     build: Build = tiles  # type: ignore[assignment]
-    states = expected.tile_states(ranges, shape.num_keys, tiles.tile_m, tiles.tile_n)
+    states = expected.tile_states(ranges.materialise(shape.num_keys), tiles.tile_m, tiles.tile_n)
     work = expected.of_work_tiles(states, build, shape.group)
     records = expected.records(build, shape, work, num_sms)
     forward = tiles.kind == "forward"
@@ -207,7 +207,7 @@ def test_records_are_those_of_every_pair(case: tuple[SmallTiles, Shape, KeyRange
 def test_the_longest_lists_of_a_slice_come_first(case: tuple[SmallTiles, Shape, KeyRanges], num_sms: int) -> None:
     tiles, shape, ranges = case
     build: Build = tiles  # type: ignore[assignment]
-    states = expected.tile_states(ranges, shape.num_keys, tiles.tile_m, tiles.tile_n)
+    states = expected.tile_states(ranges.materialise(shape.num_keys), tiles.tile_m, tiles.tile_n)
     work = expected.of_work_tiles(states, build, shape.group)
     lengths = [len(listed) for _, listed in expected.records(build, shape, work, num_sms)]
     count = work.visited.shape[2]

@@ -34,7 +34,7 @@ LISTS = ("ranges", "lists", "order")
 ARRAYS = ("key_ranges", "tile_states", "tile_entries", "list_sizes", "work_list")
 STRIDES = tuple(f"{name}_{axis}" for name in ("key_start", "key_end") for axis in ("batch", "head", "row"))
 BLOCKS = "visible_blocks", *(f"visible_blocks_{axis}" for axis in ("batch", "head", "row", "column"))
-SIZES = "ranges_batch", "ranges_heads", "device_sms", "mask_block_rows", "mask_block_columns"
+SIZES = "ranges_batch", "ranges_heads", "device_sms", "mask_block_rows", "mask_block_columns", "mask_block_heads"
 FIELDS = (
     *((name, "i64") for name in ("key_start", *STRIDES[:3], "key_end", *STRIDES[3:], *BLOCKS, *ARRAYS)),
     *((name, "i32") for name in SIZES),

@@ -159,14 +159,14 @@ class Cupy:
     __module__ = "cupy"
 
 
-def test_a_library_that_does_not_name_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alibrary_of_that_does_not_name_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from cutlass_py_attn.problem import key_ranges
 
     functions = object()
     monkeypatch.setitem(sys.modules, "cupy", functions)
-    assert key_ranges._library(Cupy()) is functions
+    assert key_ranges.library_of(Cupy()) is functions
 
 
 BOUNDS = "cu_seqlens{}: must be (documents + 1,) or (batch, documents + 1) integers"
