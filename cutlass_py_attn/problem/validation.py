@@ -327,8 +327,8 @@ def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
     if problem.key_start is not None or problem.visible_blocks is not None:
         for name in ("sequences", "pages"):
             if getattr(problem, name) is not None:
-                rule = "must be None with key_start or visible_blocks"
-                yield refuse(name, getattr(problem, name), rule, "leave the ranges and blocks None")
+                given = getattr(problem, name)
+                yield refuse(name, given, "must be None with key_start or visible_blocks", "leave these None")
     sizes, blocks = problem.block_size, problem.visible_blocks
     if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
         yield refuse("block_size", sizes, "must be two ints above 0: queries and keys of a block", "correct it")

@@ -585,5 +585,6 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         context_cases.builds(arch),
         builds_of(cases, arch),
         builds_of(e4m3_cases(), arch),
+        block_masks.builds() if arch == SM90_ARCH else (),
     )
     return list(dict.fromkeys(itertools.chain.from_iterable(parts)))
