@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
+from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from tests.cases import (
+    block_masks,
     context_cases,
     covering_cases,
     decode_cases,
@@ -585,6 +587,6 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         context_cases.builds(arch),
         builds_of(cases, arch),
         builds_of(e4m3_cases(), arch),
-        block_masks.builds() if arch == SM90_ARCH else (),
+        block_masks.builds() if architecture(arch).has_wgmma else (),
     )
     return list(dict.fromkeys(itertools.chain.from_iterable(parts)))
