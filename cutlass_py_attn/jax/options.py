@@ -26,9 +26,9 @@ from cutlass_py_attn.jax.calls import CHECKPOINT_NAME
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.block_sparse import ArrayMask
 from cutlass_py_attn.problem.scalars import SCALARS
-from cutlass_py_attn.problem.split_rows import ranges_refusals
+from cutlass_py_attn.problem.split_rows import array_mask_refusals
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
 from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
@@ -143,6 +143,7 @@ def prepare(
         backend=checked.backend,
         context=split_rows.context_of(given),
         checkpoint_name=given.get("checkpoint_name", CHECKPOINT_NAME),
+        block_size=checked.block_size,
     )
     if call.context is not None:
         coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
@@ -156,7 +157,7 @@ def prepare(
                 "over devices"
             )
             refusals = [refuse("sequences", sequences, rule, "leave context_axis None")]
-        elif not (refusals := ranges_refusals(checked.key_start)):
+        elif not (refusals := array_mask_refusals(checked.key_start, checked.visible_blocks)):
             refusals = split_rows.refusals(call, arrays, sequences, wants_logsumexp)
         if refusals:
             raise NotSupported(refusals)
@@ -184,7 +185,7 @@ def _static_refusals(name: str, value: Any) -> list[Refusal]:
     if name == "deterministic":
         return SCALARS[name].refusals(name, value)
     if name == "mask":
-        mask = value.band if isinstance(value, KeyRanges) else value
+        mask = value.band if isinstance(value, ArrayMask) else value
         return masks.refusals(mask) if type(mask) in masks.ALL.values() else []  # `check_options` refuses another type
     if name == "arch" and value is not None:
         return [*planner.arch_refusals(value)]

@@ -49,12 +49,12 @@ def order_refusals(value: object) -> list[Refusal]:
     return [refuse("load_balance", value, f"must be {ZIGZAG!r}, or None for the natural order", "choose one")]
 
 
-def ranges_refusals(key_start: object) -> list[Refusal]:
-    """Returns why ranges of keys are refused. key_start: the array of their starts; None for no ranges."""
-    if key_start is None:
-        return []
-    rule = "must be None where the rows are split over devices, which do not split ranges of keys"
-    return [refuse("key_start", key_start, rule, "pass a mask of another type, or a bias of -inf")]
+def array_mask_refusals(key_start: object, visible_blocks: object) -> list[Refusal]:
+    """Returns why a mask in memory is refused; None stands for no array."""
+    rule = "must be None where the rows are split over devices, which do not split masks in memory"
+    arrays = {"key_start": key_start, "visible_blocks": visible_blocks}
+    remedy = "pass a mask of another type, or a bias of -inf"
+    return [refuse(name, array, rule, remedy) for name, array in arrays.items() if array is not None]
 
 
 def chunks(size: int, zigzag: bool, rows: int, device: Any) -> list[Chunk]:

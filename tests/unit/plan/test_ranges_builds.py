@@ -280,6 +280,6 @@ def test_an_export_is_refused(export: Any, tmp_path: Path) -> None:
     problems = [with_ranges(problem_of(direction)) for direction in DIRECTIONS]
     expect_raised(
         lambda: export(tmp_path / "folder", problems, [ARCH], kernels=fakes.artifact),
-        ["key_start: must be None, for the structs of exported calls have no fields for ranges of keys"],
+        ["key_start: must be None, for the structs of exported calls have no fields for masks in memory"],
     )
     assert not [*tmp_path.iterdir()]
