@@ -22,7 +22,7 @@ from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import DROPOUT_P, FLAG, SCALARS, Scalar, integer_of, with_python_numbers
-from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
+from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, VISIBLE_BLOCKS, Sequences
 from cutlass_py_attn.refusals import Refusal, is_on_host, one_of, refuse, shown
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -491,7 +491,11 @@ def option_value(name: str, value: Any) -> Any:
     if type(value) in masks.ALL.values():
         return with_python_numbers(value)
     if isinstance(value, BlockSparse):
-        return replace(value, within=option_value(name, value.within))
+        sizes = value.block_size
+        counts = [integer_of(size) for size in sizes] if isinstance(sizes, (tuple, list)) else [None]
+        whole: Any = sizes if None in counts else tuple(counts)
+        blocks, within = value.arrays()[VISIBLE_BLOCKS], option_value(name, value.within)
+        return replace(value, visible_blocks=blocks, block_size=whole, within=within)
     if isinstance(value, KeyRanges):
         return replace(value, band=option_value(name, value.band), **value.arrays())
     if isinstance(value, VariableLength):

@@ -29,11 +29,12 @@ from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of
-from cutlass_py_attn.problem.tensors import WORD_BYTES
+from cutlass_py_attn.problem.tensors import RANGE_EDGES, VISIBLE_BLOCKS, WORD_BYTES
 from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 _COUNTED: Final = ("tile_entries",)  # buffers of 32-bit words whose places are 32-bit numbers
+BLOCK_MULTIPLE: Final = 64  # of the queries and keys of visible blocks: the smallest tiles
 _RANGES: Final = "ranges of keys"  # as the families name what they do not take
 # Struct fields that the sizes of the device decide.
 _PLANNED: Final = (
@@ -131,8 +132,12 @@ def _plans(problem: Problem, families: Iterable[tuple[Family, str]], count: int,
 
 def _refusals(problem: Problem, arch: str) -> list[Refusal]:
     """Returns why no kernel of the target computes a problem: no tile fits, or none reads its e4m3 codes."""
+    if problem.visible_blocks is not None and any(size % BLOCK_MULTIPLE for size in problem.block_size):
+        rule = f"must be multiples of {BLOCK_MULTIPLE} for kernels"
+        return [refuse("block_size", problem.block_size, rule, "use (128, 128), or a bias of -inf")]
     if problem.form.has_ranges and (rule := _rule_of_ranges(problem, arch)):
-        return [refuse("key_start", problem.key_start, rule, "use another mask, or a bias of -inf")]
+        field = RANGE_EDGES[0] if problem.visible_blocks is None else VISIBLE_BLOCKS
+        return [refuse(field, getattr(problem, field), rule, "use another mask, or a bias of -inf")]
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
     has_own_family = has_codes(problem) and not is_cache
@@ -163,10 +168,10 @@ def _rule_of_ranges(problem: Problem, arch: str) -> str:
     missing = min(found, key=lambda names: (_RANGES in names, len(names)))
     if _RANGES not in missing:
         names = ", ".join(name.removesuffix(f" with {_RANGES}") for name in missing)
-        return f"kernels of {arch} take no {names} with {_RANGES}" if names else ""
+        return f"kernels of {arch} do not take {names} together with {_RANGES} or visible blocks" if names else ""
     dims = f"head dims {shape.head_dim} and {shape.head_dim_value}"
     body = f" in a {problem.direction} with {dims} and keys of {problem.key.dtype}" if has_wgmma else ""
-    return f"no kernel of {arch} takes {_RANGES}{body}"
+    return f"no kernel of {arch} takes {_RANGES} or visible blocks{body}"
 
 
 def plans_on(

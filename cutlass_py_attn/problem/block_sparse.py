@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.key_ranges import FULL, KeyRanges, is_array, library_of
+from cutlass_py_attn.problem.key_ranges import (
+    FULL,
+    KeyRanges,
+    expect,
+    integer_refusals,
+    is_array,
+    length_refusals,
+    library_of,
+)
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.tensors import VISIBLE_BLOCKS
 from cutlass_py_attn.refusals import Refusal, refuse
@@ -46,15 +54,20 @@ class BlockSparse:
         if not is_array(self.visible_blocks):
             rule = "must be a bool array (batch, num_heads, blocks of queries, blocks of keys)"
             yield refuse(VISIBLE_BLOCKS, self.visible_blocks, rule, "pass one; the first two sizes may be 1")
+        sizes = self.block_size
+        if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+            yield refuse("block_size", sizes, "must be two ints above 0: queries and keys of a block", "correct it")
         if isinstance(self.within, KeyRanges):
             yield from self.within.refusals()
         elif not isinstance(self.within, Mask):
             yield refuse("within", self.within, "must be a Mask or KeyRanges", "create one, such as Causal()")
 
     def arrays(self) -> dict[str, Any]:
-        """Returns the arrays by their names in a Problem."""
+        """Returns the arrays by their names in a Problem, NumPy integers as bool."""
         ranges = self.within.arrays() if isinstance(self.within, KeyRanges) else {}
-        return {VISIBLE_BLOCKS: self.visible_blocks, **ranges}
+        blocks = self.visible_blocks
+        has_integers = isinstance(blocks, np.ndarray) and blocks.dtype.kind in "iu"
+        return {VISIBLE_BLOCKS: blocks != 0 if has_integers else blocks, **ranges}
 
     @staticmethod
     def lists(
@@ -73,23 +86,25 @@ class BlockSparse:
         Blocks that a mask function cuts there, and whole ones, are two pairs of lists: pass the lists of both in one
         mask, `a | b` of their `visible_blocks`, and the cut in `within`.
         """
+        shape = "(batch, num_heads, blocks of queries, most blocks)"
+        wrong = [
+            *integer_refusals("counts", counts, shape.replace(", most blocks", "")),
+            *integer_refusals("indices", indices, shape),
+            *length_refusals("num_key_blocks", num_key_blocks),
+        ]
+        if not wrong and tuple(np.shape(counts)) != tuple(np.shape(indices))[:3]:
+            rule = f"must be that of indices, {tuple(np.shape(indices))}, without the last"
+            wrong.append(refuse("counts.shape", tuple(np.shape(counts)), rule, "reshape them"))
+        expect(wrong)
         xp = library_of(indices)
-        if xp is None or library_of(counts) is None:
-            rule = "must be arrays of NumPy, CuPy or JAX"
-            raise NotSupported(refuse("counts, indices", (counts, indices), rule, "convert them"))
         indices, counts = xp.asarray(indices), xp.asarray(counts)
-        if indices.ndim != 4 or tuple(counts.shape) != tuple(indices.shape[:3]):
-            rule = (
-                f"must be (batch, num_heads, blocks of queries), and indices {tuple(indices.shape)} have one more axis"
-            )
-            raise NotSupported(refuse("counts.shape", tuple(counts.shape), rule, "reshape them"))
         is_used = xp.arange(indices.shape[3]) < counts[..., None]
-        is_used = is_used & (indices >= 0) & (indices < num_key_blocks)
-        place = xp.where(is_used, indices, num_key_blocks)
+        expect(_block_refusals("indices", indices, is_used, num_key_blocks))
+        place = xp.where(is_used & (indices >= 0) & (indices < num_key_blocks), indices, num_key_blocks)
+        rows = [xp.arange(size).reshape([-1 if axis == own else 1 for axis in range(4)])
+                for own, size in enumerate(indices.shape[:3])]  # fmt: skip
         visible = xp.zeros((*indices.shape[:3], num_key_blocks + 1), dtype=bool)
-        for entry in range(indices.shape[3]):
-            visible = visible | (place[..., entry, None] == xp.arange(num_key_blocks + 1))
-        return BlockSparse(visible[..., :num_key_blocks], block_size, within)
+        return BlockSparse(_marked(visible, (*rows, place))[..., :num_key_blocks], block_size, within)
 
     @staticmethod
     def csr(
@@ -105,16 +120,25 @@ class BlockSparse:
         indices: (entries,) integers: key blocks
         num_key_blocks: blocks of keys
         """
-        xp = library_of(indptr)
-        if xp is None or library_of(indices) is None:
-            rule = "must be arrays of NumPy, CuPy or JAX"
-            raise NotSupported(refuse("indptr, indices", (indptr, indices), rule, "convert them"))
+        wrong = [
+            *integer_refusals("indptr", indptr, "(blocks of queries + 1,)"),
+            *integer_refusals("indices", indices, "(entries,)"),
+            *length_refusals("num_key_blocks", num_key_blocks),
+        ]
+        expect(wrong)
+        xp = library_of(indices)
         indptr, indices = xp.asarray(indptr), xp.asarray(indices)
-        row = xp.searchsorted(indptr, xp.arange(indices.shape[0]), side="right") - 1
-        rows = xp.arange(indptr.shape[0] - 1)
-        of_row = (rows[:, None] == row).astype(xp.int32)
-        of_key = (indices[:, None] == xp.arange(num_key_blocks)).astype(xp.int32)
-        return BlockSparse((of_row @ of_key > 0)[None, None], block_size, within)
+        if isinstance(indptr, np.ndarray) and (np.diff(indptr, prepend=0, append=len(indices)) < 0).any():
+            rule = f"must ascend from 0 to the {len(indices)} entries of indices"
+            raise NotSupported(refuse("indptr", indptr.tolist(), rule, "correct it"))
+        number = xp.arange(indices.shape[0])
+        row = xp.searchsorted(indptr, number, side="right") - 1
+        is_used = (row >= 0) & (row < indptr.shape[0] - 1)
+        expect(_block_refusals("indices", indices, is_used, num_key_blocks))
+        is_used = is_used & (indices >= 0) & (indices < num_key_blocks)
+        place = xp.where(is_used, row, indptr.shape[0] - 1), xp.where(is_used, indices, num_key_blocks)
+        visible = _marked(xp.zeros((indptr.shape[0], num_key_blocks + 1), dtype=bool), place)
+        return BlockSparse(visible[:-1, :num_key_blocks][None, None], block_size, within)
 
     def resolved(self, num_heads: int, num_queries: int, num_keys: int) -> BlockSparse:
         """Returns the mask in NumPy, with blocks of every query head, within ranges without a band."""
@@ -138,6 +162,27 @@ class BlockSparse:
         sizes = batch, num_heads, num_queries, num_keys
         of_batch, head, query, key = np.ogrid[tuple(slice(size) for size in sizes)]
         return self.resolved(num_heads, num_queries, num_keys).sees(of_batch, head, query, key, num_keys)
+
+
+def undivided(block_size: tuple[int, int], tile_m: int, tile_n: int) -> Iterator[Refusal]:
+    """Yields why tiles of (tile_m, tile_n) compute a mask of such blocks wrongly: pairs of a tile would differ."""
+    for field, own, size in zip(("tile_m", "tile_n"), (tile_m, tile_n), block_size, strict=True):
+        if size % own:
+            yield refuse(field, own, f"must divide the {size} of block_size", "use a divisor")
+
+
+def _marked(visible: Any, place: tuple[Any, ...]) -> Any:
+    """Returns a bool array with True at places, changed in place where its library allows that."""
+    if hasattr(visible, "at"):
+        return visible.at[place].set(True)
+    visible[place] = True
+    return visible
+
+
+def _block_refusals(name: str, indices: Any, is_used: Any, num_key_blocks: int) -> Iterator[Refusal]:
+    """Yields NumPy indices that are no blocks of keys; those on a device are not read, and mark nothing."""
+    if isinstance(indices, np.ndarray) and (is_used & ((indices < 0) | (indices >= num_key_blocks))).any():
+        yield refuse(name, indices.tolist(), f"must be from 0 to {num_key_blocks - 1}", "correct them")
 
 
 ArrayMask = KeyRanges | BlockSparse

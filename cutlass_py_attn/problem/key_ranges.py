@@ -76,11 +76,11 @@ class KeyRanges:
 
         `KeyRanges.documents([0, 3, 5], 6)` has key_start (1, 1, 6) 0 0 0 3 3 0 and key_end 3 3 3 5 5 0.
         """
-        _expect(_bounds(cu_seqlens), _length("num_tokens", num_tokens), _band_refusals(band))
+        expect(_bounds(cu_seqlens), length_refusals("num_tokens", num_tokens), _band_refusals(band))
         xp, bounds = _read(cu_seqlens)
         bounds = bounds.reshape(-1, bounds.shape[-1])
         batch, entries = bounds.shape
-        _expect(_length("num_tokens", num_tokens, batch))
+        expect(length_refusals("num_tokens", num_tokens, batch))
         places = int(num_tokens) + 1  # of a bound
         bounds = xp.clip(bounds, 0, places - 1)
         row = xp.arange(batch, dtype=xp.int32)[:, None]
@@ -101,11 +101,11 @@ class KeyRanges:
 
         `KeyRanges.segments([[7, 7, 2, 7]])` has key_start (1, 1, 4) 0 0 2 3 and key_end 2 2 3 4.
         """
-        _expect(_integers("segment_ids", segment_ids, "(batch, num_tokens)"), _band_refusals(band))
+        expect(integer_refusals("segment_ids", segment_ids, "(batch, num_tokens)"), _band_refusals(band))
         xp = library_of(segment_ids)
         numbers = xp.asarray(segment_ids)
         batch, count = numbers.shape
-        _expect(_length("num_tokens", count, batch))
+        expect(length_refusals("num_tokens", count, batch))
         begins = xp.concatenate([xp.ones((batch, 1), dtype=bool), numbers[:, 1:] != numbers[:, :-1]], axis=1)
         run = xp.cumsum(begins[:, :count].reshape(-1).astype(xp.int32))
         row = xp.arange(batch, dtype=xp.int32)[:, None, None]
@@ -122,7 +122,7 @@ class KeyRanges:
 
         `KeyRanges.prefix_lm([2], 4)` has key_start (1, 1, 4) 0 0 0 0 and key_end 2 2 3 4.
         """
-        _expect(_integers("lengths", lengths, "(batch,)"), _length("num_queries", num_queries))
+        expect(integer_refusals("lengths", lengths, "(batch,)"), length_refusals("num_queries", num_queries))
         xp, prefix = _read(lengths)
         end = xp.maximum(prefix[:, None, None], xp.arange(1, int(num_queries) + 1, dtype=xp.int32))
         return _ranges(xp, xp.zeros_like(end), end)
@@ -136,7 +136,7 @@ class KeyRanges:
 
         `KeyRanges.chunks(2, 5)` has key_start (1, 1, 5) 0 0 2 2 4 and key_end 1 2 3 4 5.
         """
-        _expect(_integers("size", size, "()"), _length("num_tokens", num_tokens))
+        expect(integer_refusals("size", size, "()"), length_refusals("num_tokens", num_tokens))
         if isinstance(size, (int, np.integer, np.ndarray)) and size < 1:
             raise NotSupported(refuse("size", size, "must be at least 1", "correct it"))
         xp, of_chunk = _read(size)
@@ -154,8 +154,10 @@ class KeyRanges:
         `KeyRanges.windows([1, 2], 0, 3)` has key_start (1, 2, 3) -1 0 1, -2 -1 0 and key_end 1 2 3, 1 2 3.
         """
         shapes = "()", "(num_heads,)"
-        _expect(
-            _integers("left", left, *shapes), _integers("right", right, *shapes), _length("num_queries", num_queries)
+        expect(
+            integer_refusals("left", left, *shapes),
+            integer_refusals("right", right, *shapes),
+            length_refusals("num_queries", num_queries),
         )
         xp, before, behind = _read(left, right)
         if len({int(array.size) for array in (before, behind)} | {1}) > 2:
@@ -220,13 +222,13 @@ def library_of(array: Any) -> Any:
     return sys.modules[name] if name in _WITHOUT_NAMESPACE else None
 
 
-def _expect(*refusals: Iterable[Refusal]) -> None:
+def expect(*refusals: Iterable[Refusal]) -> None:
     """Raises NotSupported with every refusal, if there is one."""
-    if found := [*itertools.chain(*refusals)]:
-        raise NotSupported(found)
+    if every := [*itertools.chain(*refusals)]:
+        raise NotSupported(every)
 
 
-def _integers(name: str, given: Any, *shapes: str) -> Iterator[Refusal]:
+def integer_refusals(name: str, given: Any, *shapes: str) -> Iterator[Refusal]:
     """Yields why this is no array of integers with as many axes as one of the shapes, such as "(batch, heads)"."""
     rule = f"must be {' or '.join(shapes)} integers of NumPy, CuPy, JAX or Python"
     array = _on_host(given)
@@ -248,7 +250,7 @@ def _on_host(given: Any) -> Any:
 
 def _bounds(cu_seqlens: Any) -> Iterator[Refusal]:
     """Yields why these are no bounds of documents; whether bounds on a device ascend is not read."""
-    wrong = [*_integers("cu_seqlens", cu_seqlens, "(documents + 1,)", "(batch, documents + 1)")]
+    wrong = [*integer_refusals("cu_seqlens", cu_seqlens, "(documents + 1,)", "(batch, documents + 1)")]
     yield from wrong
     bounds = _on_host(cu_seqlens)
     if wrong:
@@ -259,7 +261,7 @@ def _bounds(cu_seqlens: Any) -> Iterator[Refusal]:
         yield refuse("cu_seqlens", cu_seqlens, "must be ascending", "sum the lengths of the documents")
 
 
-def _length(name: str, given: Any, rows: int = 1) -> Iterator[Refusal]:
+def length_refusals(name: str, given: Any, rows: int = 1) -> Iterator[Refusal]:
     """Yields why this is no length of `rows` sequences whose places 32-bit integers number."""
     length = integer_of(given)
     if length is None or length < 0:

@@ -99,7 +99,9 @@ def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, .
         return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
     own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
     if name == VISIBLE_BLOCKS:
-        heads = "num_heads" if shape[1:2] == (problem.shape.num_heads,) else "num_heads_key"
+        # A device's part of the heads is as the whole: its own size does not say which heads they are.
+        whole = shape if problem.visible_blocks is None else problem.visible_blocks.shape
+        heads = "num_heads" if whole[1:2] == (problem.shape.num_heads,) else "num_heads_key"
         full = "batch", heads, *own[2:]
         return tuple(one if size == 1 else axis for one, axis, size in zip(own, full, shape, strict=True))
     if name in (*BIASES, *RANGE_EDGES):

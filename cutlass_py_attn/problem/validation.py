@@ -15,6 +15,7 @@ from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value
 from cutlass_py_attn.problem.tensors import (
     BIASES,
+    BLOCK_AXES,
     BMHK,
     DIRECTIONS,
     F32_BYTES,
@@ -76,6 +77,7 @@ def refusals(problem: Problem) -> list[Refusal]:
         *kinds,
         *_key_ranges(sound),
         *_visible_blocks(sound),
+        *_beside_arrays(sound),
         *_options(sound),
         *_gradients(sound),
     ]
@@ -324,11 +326,6 @@ def _key_ranges(problem: Problem) -> Iterator[Refusal]:
 
 
 def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
-    if problem.key_start is not None or problem.visible_blocks is not None:
-        for name in ("sequences", "pages"):
-            if getattr(problem, name) is not None:
-                given = getattr(problem, name)
-                yield refuse(name, given, "must be None with key_start or visible_blocks", "leave these None")
     sizes, blocks = problem.block_size, problem.visible_blocks
     if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
         yield refuse("block_size", sizes, "must be two ints above 0: queries and keys of a block", "correct it")
@@ -344,8 +341,19 @@ def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
         rule = f"must be (1 or {full[0]}, {counted}, {full[2]}, {full[3]}) with block_size {sizes}"
         remedy = "reshape it, or repeat key and value if the query heads of a group differ"
         yield refuse(f"{VISIBLE_BLOCKS}.shape", blocks.shape, rule, remedy)
-    if blocks.dtype not in ("bool", "uint8"):
+    elif blocks.dtype not in ("bool", "uint8"):
         yield refuse(f"{VISIBLE_BLOCKS}.dtype", blocks.dtype, "must be bool or uint8", "convert it")
+    else:
+        yield from memory_refusals(VISIBLE_BLOCKS, blocks, BLOCK_AXES, is_written=False)
+
+
+def _beside_arrays(problem: Problem) -> Iterator[Refusal]:
+    if problem.key_start is None and problem.visible_blocks is None:
+        return
+    for name in ("sequences", "pages"):
+        given = getattr(problem, name)
+        if given is not None:
+            yield refuse(name, given, "must be None with key_start or visible_blocks", "leave these None")
 
 
 def _options(problem: Problem) -> Iterator[Refusal]:

@@ -29,6 +29,7 @@ from cutlass_py_attn.launch.expressions import Expr
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV, STANDARD
+from cutlass_py_attn.problem.block_sparse import undivided
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (
@@ -157,9 +158,7 @@ def refusals(problem: Problem, tile: TileConfig) -> list[Refusal]:
     rule = objection(problem, tile) if objection else ""
     found = [refuse("variant", tile.variant, rule, "use the standard variant")] if rule else []
     if problem.visible_blocks is not None:
-        for field, own, size in zip(("tile_m", "tile_n"), (tile.tile_m, tile.tile_n), problem.block_size, strict=True):
-            if size % own:
-                found.append(refuse(field, own, f"must divide the {size} of block_size", "use a divisor"))
+        found += undivided(problem.block_size, tile.tile_m, tile.tile_n)
     return found
 
 
