@@ -11,11 +11,13 @@ from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape, Tensor
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-from cutlass_py_attn.jax import attention, context_parallel_attention  # noqa: E402
+from cutlass_py_attn.jax import attention, context_parallel_attention, partition  # noqa: E402
 
 BATCH, QUERIES, KEYS, HEADS, HEADS_KEY, HEAD_DIM = 2, 70, 100, 4, 2, 8
 BLOCK = 64, 32
@@ -81,6 +83,17 @@ def test_vmap_over_blocks(axes: tuple[int, int]) -> None:
     several = jnp.asarray(np.random.default_rng(7).random((3, *axes, 2, 4)) < 0.5)
     found = jax.vmap(lambda blocks: ours(QUERY, KEY, VALUE, BlockSparse(blocks, BLOCK)))(several)
     expect_close(found, jnp.stack([theirs(QUERY, KEY, VALUE, blocks, Full()) for blocks in several]))
+
+
+def test_devices_that_share_a_key_head_have_their_own_blocks() -> None:
+    """Sixteen query heads and two key heads over four devices: the blocks of every query head are split with them."""
+    shape = Problem.dense("forward", Shape(1, 128, 128, 16, 8, 8, 2), "bfloat16")
+    blocks = Tensor.contiguous((1, 16, 2, 4), "bool")
+    problem = shape.replace(visible_blocks=blocks, block_size=BLOCK)
+    whole, of_device = (partition.axes_of("visible_blocks", (1, heads, 2, 4), problem) for heads in (16, 4))
+    assert whole[1] == of_device[1] == "num_heads"
+    of_groups = shape.replace(visible_blocks=Tensor.contiguous((1, 2, 2, 4), "bool"), block_size=BLOCK)
+    assert partition.axes_of("visible_blocks", (1, 2, 2, 4), of_groups)[1] == "num_heads_key"
 
 
 def test_lists_and_csr_of_jax_arrays() -> None:

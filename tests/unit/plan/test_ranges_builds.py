@@ -275,7 +275,7 @@ def test_json_of_a_plan(direction: str) -> None:
 def test_explain(direction: str) -> None:
     text = explain(plan_of(direction, (1, 4)))
     assert "bfloat16, ranges" in text
-    assert "ranges of keys: of 1 sequences and 4 query heads" in text
+    assert "ranges of keys, or visible blocks of 128 x 128: of 1 sequences and 4 query heads" in text
     assert [*filter(text.__contains__, ARRAYS)] == [*ARRAYS]
 
 
