@@ -202,7 +202,7 @@ def ours(backend: str, **of_calls: Any) -> Attention:
 
     def attend(layer: Layer, operands: Arrays, key: Any) -> tuple[Any, Any]:
         terms = {name: operands[name] for name in ("bias", "sinks") if operands[name] is not None}
-        mask, ranges = MASKS[layer.mask], operands["ranges"]
+        mask, ranges = MASKS[layer.mask], operands.get("ranges")
         mask_or_ranges = mask if ranges is None else KeyRanges(ranges[0], ranges[1], mask)
         options: dict[str, Any] = {"mask": mask_or_ranges, "softcap": layer.softcap, "backend": backend, **terms}
         options |= of_calls
@@ -254,7 +254,7 @@ def plain(layer: Layer, operands: Arrays, key: Any) -> tuple[Any, Any]:
         "window": (distance <= 1 + count - rows) & (distance >= count - rows - 2),
         "bottom_right": distance <= count - rows,
     }[layer.mask]
-    if operands["ranges"] is not None:
+    if operands.get("ranges") is not None:
         start, end = (edge[..., None] for edge in operands["ranges"])
         is_seen = is_seen & (start <= column) & (column < end)
     scores = jnp.where(is_seen, scores, -1e30)
