@@ -54,9 +54,7 @@ class BlockSparse:
         if not is_array(self.visible_blocks):
             rule = "must be a bool array (batch, num_heads, blocks of queries, blocks of keys)"
             yield refuse(VISIBLE_BLOCKS, self.visible_blocks, rule, "pass one; the first two sizes may be 1")
-        sizes = self.block_size
-        if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
-            yield refuse("block_size", sizes, "must be two ints above 0: queries and keys of a block", "correct it")
+        yield from block_size_refusals(self.block_size)
         if isinstance(self.within, KeyRanges):
             yield from self.within.refusals()
         elif not isinstance(self.within, Mask):
@@ -147,21 +145,27 @@ class BlockSparse:
         ranges = self.within if isinstance(self.within, KeyRanges) else KeyRanges.of(self.within, num_queries, num_keys)
         return replace(self, visible_blocks=blocks, within=ranges.within(num_keys))
 
-    def sees(self, batch: Any, head: Any, query: Any, key: Any, num_keys: int) -> Array:
+    def reach(self, batch: Any, head: Any, query: Any, key: Any) -> Array:
         """Returns whether a query of a head of a sequence sees a key, of index arrays; for a `resolved` mask."""
         blocks: Array = self.visible_blocks
         rows, columns = self.block_size
         last = blocks.shape[3] - 1
         at = batch % blocks.shape[0], head % blocks.shape[1], query // rows, np.minimum(key // columns, last)
         assert isinstance(self.within, KeyRanges)
-        seen: Array = (blocks[at] != 0) & self.within.sees(batch, head, query, key, num_keys)
+        seen: Array = (blocks[at] != 0) & self.within.reach(batch, head, query, key)
         return seen
 
     def materialise(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> Array:
         """Returns the mask as a (batch, num_heads, num_queries, num_keys) bool array; slow, for tests."""
         sizes = batch, num_heads, num_queries, num_keys
         of_batch, head, query, key = np.ogrid[tuple(slice(size) for size in sizes)]
-        return self.resolved(num_heads, num_queries, num_keys).sees(of_batch, head, query, key, num_keys)
+        return self.resolved(num_heads, num_queries, num_keys).reach(of_batch, head, query, key)
+
+
+def block_size_refusals(sizes: object) -> Iterator[Refusal]:
+    """Yields why these are no (queries, keys) of a block."""
+    if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
+        yield refuse("block_size", sizes, "must be two ints above 0: queries and keys of a block", "correct it")
 
 
 def undivided(block_size: tuple[int, int], tile_m: int, tile_n: int) -> Iterator[Refusal]:

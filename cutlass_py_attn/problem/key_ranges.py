@@ -181,9 +181,12 @@ class KeyRanges:
 
     def sees(self, batch: Any, head: Any, query: Any, key: Any, num_keys: int) -> Array:
         """Returns whether a query of a head of a sequence sees a key, of index arrays that broadcast."""
-        ranges = self.within(num_keys)
-        at = batch % ranges.key_start.shape[0], head % ranges.key_start.shape[1], query
-        visible: Array = (ranges.key_start[at] <= key) & (key < ranges.key_end[at])
+        return self.within(num_keys).reach(batch, head, query, key)
+
+    def reach(self, batch: Any, head: Any, query: Any, key: Any) -> Array:
+        """Returns `sees` of ranges that `within` has cut."""
+        at = batch % self.key_start.shape[0], head % self.key_start.shape[1], query
+        visible: Array = (self.key_start[at] <= key) & (key < self.key_end[at])
         return visible
 
     def materialise(self, num_keys: int) -> Array:

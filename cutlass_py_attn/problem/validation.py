@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks, paging, quantization
+from cutlass_py_attn.problem.block_sparse import block_size_refusals
 from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value
@@ -327,10 +328,9 @@ def _key_ranges(problem: Problem) -> Iterator[Refusal]:
 
 def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
     sizes, blocks = problem.block_size, problem.visible_blocks
-    if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
-        yield refuse("block_size", sizes, "must be two ints above 0: queries and keys of a block", "correct it")
-        return
-    if blocks is None:
+    wrong = [*block_size_refusals(sizes)]
+    yield from wrong
+    if wrong or blocks is None:
         return
     shape = problem.shape
     full = shape.visible_blocks(sizes)

@@ -340,7 +340,7 @@ def _heads(mask: Mask | ArrayMask, layout: Layout) -> Iterator[tuple[SeqlenInfo,
             blocks = list(_blocks(sees, num_queries, num_keys))
         for head in range(layout.num_heads):
             if arrays is not None:
-                sees = functools.partial(arrays.sees, sequence.index, head, num_keys=num_keys)
+                sees = functools.partial(arrays.reach, sequence.index, head)
                 blocks = list(_blocks(sees, num_queries, num_keys))
             yield sequence, head, blocks
 
