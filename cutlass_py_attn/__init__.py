@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from cutlass_py_attn.plan.planner import plan_forward as plan_forward
     from cutlass_py_attn.plan.planner import plan_with_tile as plan_with_tile
     from cutlass_py_attn.problem.append import AppendProblem as AppendProblem
+    from cutlass_py_attn.problem.block_sparse import BlockSparse as BlockSparse
+    from cutlass_py_attn.problem.key_ranges import KeyRanges as KeyRanges
     from cutlass_py_attn.problem.masks import Causal as Causal
     from cutlass_py_attn.problem.masks import CausalBottomRight as CausalBottomRight
     from cutlass_py_attn.problem.masks import Full as Full
@@ -93,6 +95,8 @@ _PUBLIC_NAMES = {
     "plan.planner": ("plan_backward", "plan_forward", "plan_with_tile"),
     "launch.tile_config": ("TileConfig",),
     "problem.append": ("AppendProblem",),
+    "problem.block_sparse": ("BlockSparse",),
+    "problem.key_ranges": ("KeyRanges",),
     "problem.masks": ("Causal", "CausalBottomRight", "Full", "Mask", "Window"),
     "problem.merge": ("MergeProblem",),
     "problem.paging": ("Pages",),

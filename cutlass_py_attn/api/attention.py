@@ -223,7 +223,7 @@ def problem_of(
     elif options.sequences is not None:
         refusals += _lengths(tensors)
         sequences = options.sequences.sequences(max(tensors["cu_seqlens_q"].shape[0] - 1, 0) if not refusals else 0)
-    operands = {name: tensor for name, tensor in tensors.items() if name in Problem.__dataclass_fields__}
+    operands: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n in Problem.__dataclass_fields__}
     problem = Problem(
         direction,
         **{"output": tensors["query"], **operands},
@@ -238,6 +238,7 @@ def problem_of(
         score_terms=tuple((name, tensors[name]) for name in sorted(options.score_terms)),
         deterministic=options.deterministic,
         num_splits_key=options.num_splits_key,
+        block_size=options.block_size,
     )
     # `Problem.refusals` refuses wrong ranks below; until then no size may be used.
     ranks = [len(tensors[name].shape) for name in OPERANDS]

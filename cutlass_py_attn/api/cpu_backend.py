@@ -13,6 +13,9 @@ import numpy as np
 from cutlass_py_attn.api.calls import problem_on_host
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
+from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
@@ -42,7 +45,7 @@ def _forward(problem: Problem, operands: Mapping[str, Any], options: Options) ->
         operands = {**operands, "key": quantization.dequantise_latent(*latent)}
     if options.head_dim_value is not None:
         operands = {**operands, "value": operands["key"][..., : options.head_dim_value]}
-    terms: dict[str, Any] = {"mask": problem.mask, "scale": problem.scale_value}
+    terms: dict[str, Any] = {"mask": _mask(problem, operands), "scale": problem.scale_value}
     terms["score_mod"] = score_mod_of(problem, options)
     if isinstance(options.sequences, Paged):
         given = options.sequences
@@ -63,12 +66,22 @@ def _forward(problem: Problem, operands: Mapping[str, Any], options: Options) ->
     return {"output": output, "logsumexp": logsumexp.astype(np.float32)}
 
 
+def _mask(problem: Problem, operands: Mapping[str, Any]) -> Mask | ArrayMask:
+    """Returns the mask of a problem, with its arrays if it has any."""
+    mask: Mask | KeyRanges = problem.mask
+    if problem.key_start is not None:
+        mask = KeyRanges(operands["key_start"], operands["key_end"], problem.mask)
+    if problem.visible_blocks is None:
+        return mask
+    return BlockSparse(operands["visible_blocks"], problem.block_size, mask)
+
+
 def _backward(problem: Problem, operands: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Returns the gradients that `options` names, in the dtype of query; that of sinks in float32."""
     names = ("grad_output", "query", "key", "value", "output", "logsumexp")
     gradients = numpy_reference.backward(
         *(operands[name] for name in names),
-        mask=problem.mask,
+        mask=_mask(problem, operands),
         scale=problem.scale_value,
         score_mod=score_mod_of(problem, options),
         grad_logsumexp=operands.get("grad_logsumexp"),

@@ -18,9 +18,11 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import DROPOUT_P, FLAG, SCALARS, Scalar, integer_of, with_python_numbers
-from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, Sequences
+from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, VISIBLE_BLOCKS, Sequences
 from cutlass_py_attn.refusals import Refusal, is_on_host, one_of, refuse, shown
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -114,7 +116,7 @@ def _has_integers(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
 class ScoreOptions(TypedDict, total=False):
     """Options of scores, which every front end has; `AttentionOptions` describes them."""
 
-    mask: Mask
+    mask: Mask | KeyRanges | BlockSparse
     scale: float | None
     bias: Any
     softcap: float
@@ -128,7 +130,8 @@ class AttentionOptions(ScoreOptions, total=False):
     The score of query i and key j is softcap * tanh(scale Q K^T / softcap) - alibi_slope * |i + num_keys -
     num_queries - j| + bias, and -inf where the mask excludes the key. Without softcap, the first term is scale Q K^T.
 
-    mask: keys that each query attends to; Full() by default.
+    mask: keys that each query attends to; Full() by default. `KeyRanges` says it for each query in arrays, and
+        `BlockSparse` for blocks of queries.
     scale: factor of Q K^T; None for 1 / sqrt(head_dim).
     bias: (batch, num_heads, num_queries, num_keys) in the operands' dtype, with any strides; an axis of size 1 or
         stride 0 broadcasts. None for no bias.
@@ -223,6 +226,8 @@ class BackwardOptions(AttentionOptions, total=False):
 
 def _mask(mask: object) -> list[Refusal]:
     """Returns why this is no mask; `Problem.refusals` checks the numbers of one."""
+    if isinstance(mask, ArrayMask):
+        return [*mask.refusals()] or _mask(mask.band)
     return [] if type(mask) in masks.ALL.values() else [*masks.refusals(mask)]
 
 
@@ -298,6 +303,8 @@ class Options:
 
     is_plain: values are hashable, so that a call with equal ones may be repeated. scalar: kind of a number or bool.
     check: returns why a value is refused, whatever the other options are. array: name of an array in a Problem.
+
+    A caller's mask of arrays is here its band, with its arrays in key_start, key_end and visible_blocks.
     """
 
     mask: Mask = field(default=Full(), metadata=_plain(check=_mask))
@@ -326,6 +333,10 @@ class Options:
     value_scale: Any = field(default=None, metadata={"array": "value_scale"})
     cache_scale: Any = field(default=None, metadata={"array": "key_scale"})
     cache_rope: Any = field(default=None, metadata={"array": KEY_ROPE})
+    key_start: Any = field(default=None, metadata={"array": "key_start"})
+    key_end: Any = field(default=None, metadata={"array": "key_end"})
+    visible_blocks: Any = field(default=None, metadata={"array": "visible_blocks"})
+    block_size: tuple[int, int] = field(default=(128, 128), metadata=_plain())
 
     @property
     def dropout_p(self) -> float:
@@ -455,6 +466,11 @@ def _check(options: Mapping[str, Any], allowed: type, more: tuple[str, ...]) -> 
     refusals += _gradients(given) if "gradients" in names else []
     if refusals:
         raise NotSupported(refusals)
+    mask = given.get("mask")
+    if isinstance(mask, ArrayMask):
+        given |= {"mask": mask.band, **mask.arrays()}
+    if isinstance(mask, BlockSparse):
+        given["block_size"] = mask.block_size
     return Options(**given)
 
 
@@ -474,6 +490,14 @@ def option_value(name: str, value: Any) -> Any:
         return scalar.normalised(value)
     if type(value) in masks.ALL.values():
         return with_python_numbers(value)
+    if isinstance(value, BlockSparse):
+        sizes = value.block_size
+        counts = [integer_of(size) for size in sizes] if isinstance(sizes, (tuple, list)) else [None]
+        whole: Any = sizes if None in counts else tuple(counts)
+        blocks, within = value.arrays()[VISIBLE_BLOCKS], option_value(name, value.within)
+        return replace(value, visible_blocks=blocks, block_size=whole, within=within)
+    if isinstance(value, KeyRanges):
+        return replace(value, band=option_value(name, value.band), **value.arrays())
     if isinstance(value, VariableLength):
         longest = {"max_seqlen_q": value.max_seqlen_q, "max_seqlen_k": value.max_seqlen_k}
         numbers = {each: number for each, given in longest.items() if (number := integer_of(given)) is not None}

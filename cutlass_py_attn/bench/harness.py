@@ -106,6 +106,9 @@ class Operands:
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
             self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)
+        if case.ranges:
+            for name, edge in case.key_ranges().arrays().items():
+                self._write(name, edge, stream)
         if case.page_size:
             self._write_pages(case, rng, stream)
         elif case.sequences:

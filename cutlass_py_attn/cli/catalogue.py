@@ -41,7 +41,7 @@ _WGMMA_SIZES: Final = (*SIZES, (MULTICAST_LENGTH, 512))  # (length, heads)
 _VARIABLE_LENGTHS: Final = ("n128,100", "n128x128u100,100")
 _GROUPED_HEADS: Final = ("b1_h4k2", "b64_h4k2")  # few and many key tiles: two backwards with wgmma
 _LENGTHS: Final = {"short": "short sequences", "long": "long sequences", "few_queries": "few queries and many keys"}
-_FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window"}
+_FORMS: Final = {"full": "no mask", "causal": "causal", "local": "window", "ranges": "ranges of keys"}
 _WORDS: Final = {
     "varlen": "variable length",
     "seqused": "seqused_k",
@@ -193,6 +193,9 @@ def _specs(direction: str, arch: str) -> Iterator[list[ProblemSpec]]:
         yield [parse(f"{dtype}_{dims}_s{_LENGTH}_{heads}_{mask}") for heads in _GROUPED_HEADS]
         for variable in _VARIABLE_LENGTHS:
             yield [parse(f"{dtype}_{dims}_{variable}_h1_{mask}")]
+    if has_wgmma:
+        for dims, heads in product(FEATURE_HEAD_DIMS, ("h2", "h2_sinks", "h4k2")):
+            yield [parse(f"bf16_{dims}_s{_LENGTH}_b2_{heads}_full_ranges11")]
     if direction == "forward" and has_wgmma:
         for dims, mask in product(_E4M3, COMMON_MASKS):
             yield [parse(f"{dims}_s{_LENGTH}_b1_h1_{mask}")]

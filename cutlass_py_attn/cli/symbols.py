@@ -26,6 +26,7 @@ from cutlass_py_attn.plan.component_gemms import plan_component_gemm
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.masks import Full
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import GRADIENTS, ProblemSpec, SequenceLengths
@@ -33,7 +34,7 @@ from cutlass_py_attn.problem.tensors import OPERAND_NAMES, ROW_ALIGNMENT_BYTES, 
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.suggestions import did_you_mean
 
-MASKS = {"full": masks.Full(), "causal": masks.Causal(), "local": masks.Causal(window_size=1)}
+MASKS = {"full": Full(), "causal": masks.Causal(), "local": masks.Causal(window_size=1)}
 
 # Sizes and numbers that a Problem needs but that decide no machine code. A sum over an axis needs a size above 1.
 _BATCH, _HEADS, _GROUP, _LENGTH = 2, 2, 2, LONG_LENGTH
@@ -44,11 +45,12 @@ _DROPOUT_P, _SOFTCAP = 0.5, 1.0
 _OPERANDS = {short: name for name, short in OPERAND_NAMES.items()}
 _FAMILY_DTYPE = rf"(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(DTYPES)})"
 _TILE = r"(?:_(?P<tile_m>\d+)x(?P<tile_n>\d+))?"
+_FORMS = "|".join((*MASKS, masks.RANGES))
 _VARIANTS = sorted({variant for _, _, variant in KERNELS if variant})
 _DIMS = r"d(?P<dim>\d+)(?:v(?P<dim_value>\d+))?"
 # FEATURES stands for the layouts and the score terms, of which a user may register more.
 _FUSED = (
-    rf"(?P<kind>fwd|bwd)_(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(_OPERANDS)})_{_DIMS}_(?P<mask>{'|'.join(MASKS)})(?P<features>(?:_(?:FEATURES))*)"
+    rf"(?P<kind>fwd|bwd)_(?P<family>[a-z0-9]+)_(?P<dtype>{'|'.join(_OPERANDS)})_{_DIMS}_(?P<mask>{_FORMS})(?P<features>(?:_(?:FEATURES))*)"
     r"(?:_to_(?P<gradients>[qkvbs]+))?(?:_a(?P<access>\d+))?(?:_ba(?P<bias>\d+))?(?:_ga(?P<grad_bias>\d+))?"
     rf"(?:_sum_(?P<summed>none|[bhqk]+))?(?P<det>_det)?(?:_(?P<variant>{'|'.join(_VARIANTS)}))?{_TILE}"
 )
@@ -57,8 +59,9 @@ _ROW_KERNEL = re.compile(
     rf"(?P<kind>append|merge)_{APPEND.family}_(?P<dtype>{'|'.join(DTYPES)})_{_DIMS}(?P<varlen>_varlen)?(?:_a(?P<access>\d+))?"
     rf"(?:_(?P<variant>{E4M3_ROW}|{E4M3_TILE}|{E4M3}|{TOTAL}|{LAST}|{SUM_LAST}|{SUM}))?{_TILE}"
 )
-# The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks have later numbers.
-_ENTRY = re.compile(r"(?:_delta_\d+|_finish(?:_kv)?_\d+|_combine_1|_(?:bias|sinks)_[1-9]\d*|_0)$")
+# The main entry, if there is one, is number 0; the entries of the gradients of bias and sinks, and of lists of tiles,
+# have later numbers.
+_ENTRY = re.compile(r"(?:_delta_\d+|_finish(?:_kv)?_\d+|_combine_1|_(?:bias|sinks|ranges|lists|order)_[1-9]\d*|_0)$")
 
 
 def parse_symbol(symbol: str, arch: str) -> Plan:
@@ -202,8 +205,9 @@ def _spec(found: re.Match[str]) -> ProblemSpec:
         num_heads=_HEADS * group,
         head_dim_value=int(found["dim_value"] or 0),
         num_heads_key=_HEADS,
-        mask=masks.CausalBottomRight() if sees_all and found["mask"] == "causal" else MASKS[found["mask"]],
+        mask=masks.CausalBottomRight() if sees_all and found["mask"] == "causal" else MASKS.get(found["mask"], Full()),
         sequences=sequences,
+        ranges="11" if found["mask"] == masks.RANGES else "",
         bias="bhqk" if has("bias") else "",
         bias_gradient="grad" if "b" in gradients else "",
         gradients=gradients,

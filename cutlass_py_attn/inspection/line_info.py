@@ -29,8 +29,8 @@ _KERNEL_FILES: Final = tuple(
     for name in (
         *("component_gemms/standalone", "common/dynamic_tiles.py", "sm80/", "decode/"),
         *("sm80_split_d/forward.py", "sm80_split_d/backward.py"),
-        *("sm90/forward.py", "sm90/backward.py", "sm90/backward_kernel.py", "sm90/grad_query"),
-        *("sm90_backward_2cta/", "backward_parts/"),
+        *("sm90_forward/forward.py", "sm90_backward/backward.py", "sm90_backward/main_kernel.py"),
+        *("sm90_backward/grad_query", "sm90_backward_2cta/", "backward_parts/"),
         *("sm90_wide/forward.py", "sm90_wide/gradient.py", "sm90_mla/decode.py"),
     )
 )

@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from cutlass_py_attn.jax import pytrees
 from cutlass_py_attn.jax.functions import (
     attention,
     context_parallel_attention,
@@ -51,4 +52,5 @@ __all__ = [
     "restore",
 ]
 
+pytrees.register()
 register()

@@ -19,6 +19,7 @@ from cutlass_py_attn.jax.calls import Call, varying
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.plan import performance
 from cutlass_py_attn.problem.quantization import SCALES
+from cutlass_py_attn.problem.tensors import RANGE_EDGES, VISIBLE_BLOCKS
 from cutlass_py_attn.score_terms.term import ScoreTerm
 
 Arrays = dict[str, Any]
@@ -89,9 +90,12 @@ class MappedCall:
             role, shape = name.removeprefix(TANGENT), elements[name].shape
             has_batch = partition.BATCH in partition.axes_of(role, shape, problem)
             has_own_gradient = role == "bias" and name == role and "bias" in self.gradients
-            if not (self.is_mapped[name] or has_batch or has_own_gradient):
+            # The start and the end of ranges have one shape.
+            is_joined = name in RANGE_EDGES and any(self.is_mapped[edge] for edge in RANGE_EDGES)
+            if not (self.is_mapped[name] or has_batch or has_own_gradient or is_joined):
                 return array
-            if role != "bias" and not has_batch:  # a mapped vector, such as slopes (num_heads,), gets a batch axis
+            # A mapped vector, such as slopes (num_heads,), gets a batch axis.
+            if role not in ("bias", *RANGE_EDGES, VISIBLE_BLOCKS) and not has_batch:
                 shape, array = (1, *shape), array[:, None]
             array = array if self.is_mapped[name] else array[None]
             stacked = jnp.broadcast_to(array, (self.size, batch, *shape[1:]))

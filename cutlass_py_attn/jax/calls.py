@@ -22,7 +22,7 @@ from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import OPERANDS, Tensor
+from cutlass_py_attn.problem.tensors import OPERANDS, RANGE_EDGES, VISIBLE_BLOCKS, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -46,6 +46,7 @@ class Call:
     head_dim_value: first columns of key that are the value, in the same memory; None if value is an array of its own.
     context: how the rows are split over a mesh axis inside shard_map; None if all rows are on this device.
     checkpoint_name: name of output and logsumexp for policies of jax.checkpoint.
+    block_size: queries and keys of a visible block.
     """
 
     mask: Mask
@@ -62,6 +63,7 @@ class Call:
     paged: tuple[int | None, bool] | None = None
     head_dim_value: int | None = None
     checkpoint_name: str = CHECKPOINT_NAME
+    block_size: tuple[int, int] = (128, 128)
 
     def problem(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Problem:
         """Returns the validated problem of these operands, which XLA stores densely.
@@ -120,6 +122,7 @@ class Call:
             score_terms={term.name: operands[term.name] for term in self.score_terms},
             deterministic=self.deterministic and bool(gradients),
             head_dim_value=self.head_dim_value,
+            block_size=self.block_size,
             **score_arrays,
         )
 
@@ -145,6 +148,10 @@ def run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
 
     XLA splits kernels only: an Auto mesh gives the reference's callback whole arrays.
     """
+    computed = _computed(gradients, operands)
+    if computed != gradients:
+        found = run(call, computed, operands)
+        return {name: found[name] for name in result_names(gradients)}
     problem = call.problem(operands, gradients)
     results = _results(problem, gradients)
     if problem.is_empty:
@@ -159,6 +166,13 @@ def run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
         return one_device(operands)
     digest = auto.digest(problem, gradients, call.arch)
     return auto.run(problem, one_device, operands, shapes, digest)
+
+
+def _computed(gradients: tuple[str, ...], operands: Arrays) -> tuple[str, ...]:
+    """Returns the gradients that are computed for these: kernels of masks in memory compute those of all operands."""
+    if not gradients or not {RANGE_EDGES[0], VISIBLE_BLOCKS} & operands.keys():
+        return gradients
+    return *OPERANDS, *(name for name in gradients if name not in OPERANDS)
 
 
 def _one_device(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:

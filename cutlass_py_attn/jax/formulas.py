@@ -22,13 +22,17 @@ from cutlass_py_attn.jax import partition, random_words
 from cutlass_py_attn.jax.calls import Call
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.plan import performance
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.problem.masks import Mask
+from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_EDGES, VISIBLE_BLOCKS
 from cutlass_py_attn.score_terms.dropout import keep_scale, threshold
 
 Arrays = dict[str, Any]
 
 _PRODUCT: Final = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
-_HEADS_AXES: Final = {"query": 2, "output": 2, "bias": 1, "logsumexp": 1, "sinks": 0}  # of the query heads
+_HEADS_AXES: Final = {  # of the query heads
+    **{"query": 2, "output": 2, "bias": 1, "logsumexp": 1, "sinks": 0},
+    **dict.fromkeys((*RANGE_EDGES, VISIBLE_BLOCKS), 1),
+}
 
 
 def tangent(call: Call, values: Arrays, tangents: Arrays) -> tuple[Any, Any]:
@@ -128,8 +132,7 @@ class _Scores:
             slopes = values["alibi_slopes"].reshape(-1, self._heads_key, heads // self._heads_key)
             distance = np.abs(np.arange(rows)[:, None] + keys - rows - np.arange(keys))
             scores = scores - slopes[..., None, None] * distance.astype(np.float32)
-        is_seen = call.mask.band(rows, keys).sees(np.arange(rows)[:, None], np.arange(keys)[None])
-        scores = jnp.where(jnp.broadcast_to(is_seen, (rows, keys)), scores, -jnp.inf)
+        scores = jnp.where(self._is_seen(call.mask, values, call.block_size), scores, -jnp.inf)
         lse = self.grouped("logsumexp", values["logsumexp"])
         lse = jnp.where(jnp.isinf(lse), jnp.inf, lse)  # rows without keys: every weight is 0
         self.weights = jnp.exp(scores - lse[..., None])
@@ -141,11 +144,27 @@ class _Scores:
             is_kept = (words >= np.uint32(threshold(call.dropout_p))).reshape(batch, heads, rows, keys)
             self.multiplier = self.grouped("bias", is_kept) * np.float32(keep_scale(call.dropout_p))
 
+    def _is_seen(self, mask: Mask, values: Arrays, block_size: tuple[int, int]) -> Any:
+        """Returns whether a query sees a key, which broadcasts to the scores: by mask, ranges of keys and blocks."""
+        rows, keys = values["query"].shape[1], values["key"].shape[1]
+        key = np.arange(keys)
+        is_seen = jnp.broadcast_to(mask.band(rows, keys).sees(np.arange(rows)[:, None], key[None]), (rows, keys))
+        if "key_start" in values:
+            start, end = (self._split_heads(name, values[name])[..., None] for name in RANGE_EDGES)
+            is_seen = is_seen & (start <= key) & (key < end)
+        if VISIBLE_BLOCKS in values:
+            block_rows, block_keys = (np.arange(size) // of for size, of in zip((rows, keys), block_size, strict=True))
+            blocks = self._split_heads(VISIBLE_BLOCKS, values[VISIBLE_BLOCKS] != 0)
+            is_seen = is_seen & blocks[..., block_rows[:, None], block_keys]
+        return is_seen
+
     def grouped(self, name: str, array: Any) -> Any:
         """Returns an operand, or its tangent, in float32 with the axis of the query heads split."""
         array = array.astype(jnp.float32)
-        if name in ("key", "value"):
-            return array
+        return array if name in ("key", "value") else self._split_heads(name, array)
+
+    def _split_heads(self, name: str, array: Any) -> Any:
+        """Returns an array with the axis of the query heads as (key head, head of its group)."""
         axis = _HEADS_AXES[name]
         if name == "logsumexp":
             array = array[:, :, : self.query.shape[1]]

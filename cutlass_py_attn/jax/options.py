@@ -26,7 +26,9 @@ from cutlass_py_attn.jax.calls import CHECKPOINT_NAME
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.block_sparse import ArrayMask
 from cutlass_py_attn.problem.scalars import SCALARS
+from cutlass_py_attn.problem.split_rows import array_mask_refusals
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
 from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
@@ -36,6 +38,9 @@ class Options(ScoreOptions, total=False):
     """Options of `attention`. An option without a description is that of `cutlass_py_attn.attention_forward`.
 
     scale, softcap, dropout_p and the numbers of the mask are numbers that are known at trace time.
+
+    mask: `KeyRanges` is a pytree: its arrays, which may be traced, are leaves, and its band is static. So one compiled
+        program computes with other ranges. Ranges have no gradient, and are refused with context_axis.
 
     bias: (batch, num_heads, num_queries, num_keys), differentiable; it may broadcast over any axis, and its gradient
         is summed over that axis. -inf hides a key; a row that sees no key has output 0 and zero gradients.
@@ -138,6 +143,7 @@ def prepare(
         backend=checked.backend,
         context=split_rows.context_of(given),
         checkpoint_name=given.get("checkpoint_name", CHECKPOINT_NAME),
+        block_size=checked.block_size,
     )
     if call.context is not None:
         coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
@@ -151,7 +157,7 @@ def prepare(
                 "over devices"
             )
             refusals = [refuse("sequences", sequences, rule, "leave context_axis None")]
-        else:
+        elif not (refusals := array_mask_refusals(checked.key_start, checked.visible_blocks)):
             refusals = split_rows.refusals(call, arrays, sequences, wants_logsumexp)
         if refusals:
             raise NotSupported(refusals)
@@ -178,8 +184,9 @@ def _static_refusals(name: str, value: Any) -> list[Refusal]:
         return [refuse("checkpoint_name", value, "must be a str that is not empty", "pass a name for jax.checkpoint")]
     if name == "deterministic":
         return SCALARS[name].refusals(name, value)
-    if name == "mask" and type(value) in masks.ALL.values():  # `check_options` refuses another type
-        return masks.refusals(value)
+    if name == "mask":
+        mask = value.band if isinstance(value, ArrayMask) else value
+        return masks.refusals(mask) if type(mask) in masks.ALL.values() else []  # `check_options` refuses another type
     if name == "arch" and value is not None:
         return [*planner.arch_refusals(value)]
     if name == "kernels" and callable(value) and not isinstance(value, Hashable):

@@ -1,8 +1,8 @@
-"""Sequences in JAX: VariableLength and Paged as pytrees, and packed sequences from segment ids."""
+"""Packed sequences from segment ids."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,40 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cutlass_py_attn.api.options import VariableLength
-from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem.scalars import python_value
 from cutlass_py_attn.refusals import refuse
-
-_ARRAYS: Final = {
-    VariableLength: ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-    Paged: ("page_table", "seqused_k", "cu_seqlens_q", "page_indptr"),
-}
-_STATIC: Final = {VariableLength: ("max_seqlen_q", "max_seqlen_k"), Paged: ("max_seqlen_q", "invariant")}
-
-
-def _register(kind: type[VariableLength] | type[Paged]) -> None:
-    """Registers a kind of sequences with JAX: its arrays are leaves, and its numbers, as Python's, static."""
-    arrays, static = _ARRAYS[kind], _STATIC[kind]
-    keys = [jax.tree_util.GetAttrKey(name) for name in arrays]
-
-    def flatten(sequences: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        leaves = (getattr(sequences, name) for name in arrays)
-        numbers = tuple(python_value(getattr(sequences, name)) for name in static)
-        return tuple(np.asarray(leaf) if isinstance(leaf, (list, tuple)) else leaf for leaf in leaves), numbers
-
-    def flatten_with_keys(sequences: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
-        leaves, numbers = flatten(sequences)
-        return tuple(zip(keys, leaves, strict=True)), numbers
-
-    def unflatten(numbers: tuple[Any, ...], leaves: tuple[Any, ...]) -> Any:
-        return kind(**dict(zip((*arrays, *static), (*leaves, *numbers), strict=True)))
-
-    jax.tree_util.register_pytree_with_keys(kind, flatten_with_keys, unflatten, flatten)
-
-
-for each in _ARRAYS:
-    _register(each)
 
 
 def packed_sequences(segment_ids: Any, max_segments: int) -> VariableLength:

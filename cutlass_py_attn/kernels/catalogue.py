@@ -11,17 +11,18 @@ from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
 from cutlass_py_attn.kernels.rows import kernel as rows
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
 from cutlass_py_attn.kernels.sm80_split_d import kernel as sm80_split_d
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.kernels.sm90_e4m3 import kernel as sm90_e4m3
 from cutlass_py_attn.kernels.sm90_e4m3_cache import kernel as sm90_e4m3_cache
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
 from cutlass_py_attn.launch.build import Build
 
 _FOLDERS: Final = (
     *(sm80, sm80_split_d),
-    *(sm90, sm90_wide, sm90_e4m3, sm90_e4m3_cache, sm90_backward_2cta, sm90_mla),
+    *(sm90_forward, sm90_backward, sm90_wide, sm90_e4m3, sm90_e4m3_cache, sm90_backward_2cta, sm90_mla),
     *(decode, rows, component_gemms),
 )
 KERNELS: Final[dict[tuple[str, str, str], Kernel]] = {

@@ -53,6 +53,7 @@ class Kernel:
     layouts: layouts of the operands that it implements, of registry.LAYOUTS and registry.OPTIONAL_LAYOUTS
     terms: names of the built-in score terms that it implements
     takes_registered_terms: whether it implements the score terms that users register
+    beside_ranges: names of the features that it implements with mask form "ranges"; None if it reads no tile lists
     lengths: "any"; "short", "long" or "few_queries" when the planner chooses the kernel for short or long sequences
         alone, or for few queries and many keys, so that a kernel set for run-time lengths cannot rely on it
     main_grid: the grid of the main kernel of a Build
@@ -68,6 +69,7 @@ class Kernel:
     layouts: tuple[str, ...]
     terms: tuple[str, ...] = ()
     takes_registered_terms: bool = False
+    beside_ranges: tuple[str, ...] | None = None
     lengths: str = "any"
     main_grid: Callable[[Build], Grid]
     other_grids: Callable[[Build], Mapping[str, Grid]] = lambda build: {}
@@ -79,10 +81,16 @@ class Kernel:
         registered = registry.registered() if self.takes_registered_terms else ()
         return tuple(sorted((*self.layouts, *self.terms, *registered)))
 
-    def lacks(self, features: Iterable[str]) -> list[str]:
-        """Returns those of the features that the kernel does not implement."""
+    def lacks(self, needed: Problem | Build) -> list[str]:
+        """Returns what a Problem or a Build has that the kernel does not implement: features, and ranges of keys."""
         implemented = self.features
-        return [name for name in features if name not in implemented]
+        missing = [name for name in needed.features if name not in implemented]
+        if not needed.form.has_ranges:
+            return missing
+        if self.beside_ranges is None:
+            return [*missing, "ranges of keys"]
+        beside = (name for name in needed.features if name in implemented and name not in self.beside_ranges)
+        return [*missing, *(f"{name} with ranges of keys" for name in beside)]
 
 
 def fixed_order(build: Build) -> tuple[str, ...]:

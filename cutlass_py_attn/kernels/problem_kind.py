@@ -40,7 +40,7 @@ class ProblemKind:
             latent = source.variant == MLA
         else:
             shape = source.shape
-            names = source.direction, source.dtype, shape.head_dim, shape.head_dim_value, source.mask.form
+            names = source.direction, source.dtype, shape.head_dim, shape.head_dim_value, source.form
             latent = is_mla(source)
         return ProblemKind(*names, source.features, source.deterministic, latent)
 

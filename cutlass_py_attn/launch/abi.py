@@ -27,7 +27,16 @@ from cutlass_py_attn.launch.variants import (
     TOTAL,
 )
 from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
-from cutlass_py_attn.problem.tensors import F32_BYTES, KEY_ROPE, ROW_ALIGNMENT_BYTES, ROW_STRIDES
+from cutlass_py_attn.problem.tensors import (
+    BLOCK_AXES,
+    F32_BYTES,
+    KEY_ROPE,
+    RANGE_AXES,
+    RANGE_EDGES,
+    ROW_ALIGNMENT_BYTES,
+    ROW_STRIDES,
+    VISIBLE_BLOCKS,
+)
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_AXES
 from cutlass_py_attn.score_terms.dropout import PHILOX
@@ -196,6 +205,18 @@ LATENT_CODES: Fields = (
     *_strided("key_scale", axes=TILE_AXES),
 )
 
+# Only in kernels of mask form "ranges": the ranges of keys, whose strides (elements) are 0 along an axis that they do
+# not have, and the arrays of launch/tile_lists.py. ranges_batch, ranges_heads: sizes of the axes of the ranges.
+# device_sms: multiprocessors of the device. mask_block_rows, mask_block_columns: queries and keys of a block of
+# visible_blocks; mask_block_heads: query heads that have the same blocks.
+LISTED_TILES: Fields = (
+    *_strided(*RANGE_EDGES, axes=RANGE_AXES),
+    *_strided(VISIBLE_BLOCKS, axes=BLOCK_AXES),
+    *((name, "i64") for name in ("key_ranges", "tile_states", "tile_entries", "list_sizes", "work_list")),
+    *((name, "i32") for name in ("ranges_batch", "ranges_heads", "device_sms")),
+    *((f"mask_block_{name}", "i32") for name in ("rows", "columns", "heads")),
+)
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -256,6 +277,8 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *SHARED_QUERIES_FIELDS)
     if uses_wgmma(build):
         fields = (*fields, *GRAD_BIAS_FIELDS)
+    if build.form.has_ranges:
+        fields = (*fields, *LISTED_TILES)
     if build.kind == "append" and build.variant:
         fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:

@@ -178,7 +178,7 @@ class Build:
 
     @property
     def shares_query_tiles(self) -> bool:
-        """Whether blocks of the sm90 forward may share the keys of query tiles, kernels/sm90/shared_tiles.py."""
+        """Whether blocks of the sm90 forward may share the keys of query tiles, kernels/sm90_common/shared_tiles.py."""
         return self.kind == "forward" and (self.variant == SPLIT_KV or SHARED_END in self.options)
 
     @property

@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
-from cutlass_py_attn.problem.tensors import F32_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES
 
 _SUFFIXES: Final = {
     "main": "",
@@ -16,8 +16,13 @@ _SUFFIXES: Final = {
     "finish_kv": "finish_kv_",
     "bias": "bias_",
     "sinks": "sinks_",
+    "combine": "combine_",
+    "ranges": "ranges_",
+    "lists": "lists_",
+    "order": "order_",
 }
-_LAUNCH_ORDER: Final = ("delta", "main", "finish", "finish_kv", "bias", "sinks")
+LIST_ROLES: Final = ("ranges", "lists", "order")
+_LAUNCH_ORDER: Final = (*LIST_ROLES, "delta", "main", "combine", "finish", "finish_kv", "bias", "sinks")
 ROW_THREADS: Final = 128  # of a block of the kernels that compute row by row
 DELTA_LANES: Final = 8  # threads that share a row of O and dO in the delta kernel
 DELTA_ROWS: Final = ROW_THREADS // DELTA_LANES
@@ -37,6 +42,7 @@ def entries(build: Build) -> dict[str, str]:
     """Returns the symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
     main: the fused kernel; a backward for grad_bias or grad_sinks alone has none
+    ranges, lists, order: make the tile lists of a mask of ranges of keys (kernels/tile_lists)
     combine: joins the splits of a decode, or of shared query tiles; a plan with one split does not launch it
     delta: backward preprocess, the row statistics
     finish: backward postprocess, converts the float32 query gradient
@@ -44,16 +50,16 @@ def entries(build: Build) -> dict[str, str]:
     bias: separate grad_bias kernel, if the main kernel does not write grad_bias
     sinks: gradient of the sinks
     """
-    if build.kind != "backward":
-        combine = {"combine": f"{build.symbol}_combine_1"} if build.has_combine else {}
-        return {"main": f"{build.symbol}_0", **combine}
+    backward = build.kind == "backward"
     needed = {
         "main": build.has_main,
-        "delta": True,
-        "finish": "query" in build.gradients and build.variant not in (PER_HEAD, WIDE),
+        "combine": build.has_combine,
+        "delta": backward,
+        "finish": backward and "query" in build.gradients and build.variant not in (PER_HEAD, WIDE),
         "finish_kv": build.variant == QUERY_HEADS,
         "bias": "bias" in build.gradients and build.grad_bias_mode != "main",
         "sinks": "sinks" in build.gradients,
+        **dict.fromkeys(LIST_ROLES, build.form.has_ranges),
     }
     # The compiler numbers the entries in the order in which the host function launches them, which is this one.
     present = [role for role, is_needed in needed.items() if is_needed]
@@ -68,9 +74,16 @@ def is_dependent_launch(build: Build, role: str) -> bool:
     ahead touches. The first entry of a plan is launched like any other kernel, so it waits for whatever the stream did
     before.
     """
+    if role in LIST_ROLES[1:] or (role == "main" and build.kind == "forward" and build.form.has_ranges):
+        return True
     if build.kind == "forward":
         return build.shares_query_tiles and role == "combine"
     return build.family == "sm90" and build.kind == "backward" and role in ("main", "finish", "finish_kv")
+
+
+def ranges_bytes(build: Build) -> int:
+    """Returns the shared memory of entry ranges: the range of each row, and the first and last key of each warp's."""
+    return (build.tile_m + ROW_THREADS // WARP_THREADS) * RANGE_BYTES
 
 
 def delta_clears_sums(build: Build) -> bool:

@@ -42,7 +42,7 @@ def _unknown_names(build: Build) -> Iterator[str]:
         ("arch", build.arch, build.arch in ARCHITECTURES),
         ("kind, family, variant", body, body in KERNELS),
         ("dtype", build.dtype, build.dtype in OPERAND_BYTES),
-        ("mask", build.mask, build.mask in masks.FORMS),
+        ("mask", build.mask, build.mask in (*masks.FORMS, masks.RANGES)),
         ("options", build.options, {*OPTIONS}.issuperset(build.options)),
         ("gradients", build.gradients, {*OPERANDS, *registry.gradients()}.issuperset(build.gradients)),
     )

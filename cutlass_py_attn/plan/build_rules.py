@@ -63,7 +63,7 @@ def _positive(build: Build) -> Iterator[Refusal]:
 
 
 def _features(build: Build, kernel: Kernel) -> Iterator[Refusal]:
-    missing = kernel.lacks(build.features)
+    missing = kernel.lacks(build)
     if missing:
         name = f"variant {build.variant}" if build.variant else "standard variant"
         yield refuse(

@@ -59,7 +59,7 @@ def _decided_by(problem: Problem) -> dict[str, Any]:
         "dtype": problem.dtype,
         "head_dim": shape.head_dim,
         "head_dim_value": shape.head_dim_value,
-        "mask": str(problem.mask.form),
+        "mask": str(problem.form),
         "warps_scores": none,
         "warps_grad_v": none,
         "warps_grad_k": none,

@@ -152,6 +152,12 @@ def _sharing_lines(plan: Plan) -> Iterator[str]:
             f"pages: {found['num_pages']} of {found['page_size']} rows, at most {found['max_pages']} of a sequence; "
             "table and lengths are read on the device"
         )
+    if "ranges_batch" in found:
+        yield (
+            f"ranges of keys, or visible blocks of {found['mask_block_rows']} x {found['mask_block_columns']}: of "
+            f"{found['ranges_batch']} sequences and {found['ranges_heads']} query heads, read on the device; three "
+            "kernels write the tile lists of the main one, whose tiles divide the blocks"
+        )
     if "num_teams" not in found:
         last = "the last query tiles" if SHARED_END in plan.build.options else "the query tiles"
         shared = f"each of {last}" if plan.build.shares_query_tiles else "one (batch, head)"

@@ -229,6 +229,12 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     }
     if problem.has_ragged_rows:
         numbers |= {name: values[name] for name, _ in abi.VARLEN}
+    if problem.form.has_ranges:
+        blocks = problem.visible_blocks
+        of_group = blocks is not None and blocks.shape[1] == problem.shape.num_heads_key
+        sizes_of_blocks = *problem.block_size, problem.shape.group if of_group else 1
+        names = (f"mask_block_{name}" for name in ("rows", "columns", "heads"))
+        numbers |= dict(zip(names, sizes_of_blocks, strict=True))
     if problem.pages is not None:
         numbers |= page_sizes(problem)
         numbers |= {"value_page_rows": _value_page_rows(problem)} if build.maps_value else {}

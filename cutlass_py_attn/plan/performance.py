@@ -328,7 +328,7 @@ class _Step:
     def _objections(self, *, has_pages: bool) -> Iterator[str]:
         build, queries = self._build, self._sizes["num_queries"]
         rows = queries * self._work.group
-        missing = (decode.PERSISTENT_FORWARD if has_pages else decode.FORWARD).lacks(build.features)
+        missing = (decode.PERSISTENT_FORWARD if has_pages else decode.FORWARD).lacks(build)
         yield from (f"no {name}, which no decode kernel takes" for name in missing)
         most = decode.PERSISTENT_MAX_ROWS if has_pages else decode.MAX_ROWS
         if rows > most or (queries > MAX_QUERIES and not has_pages):

@@ -29,13 +29,18 @@ from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.scalars import integer_of
+from cutlass_py_attn.problem.tensors import RANGE_EDGES, VISIBLE_BLOCKS, WORD_BYTES
 from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
+_COUNTED: Final = ("tile_entries",)  # buffers of 32-bit words whose places are 32-bit numbers
+BLOCK_MULTIPLE: Final = 64  # of the queries and keys of visible blocks: the smallest tiles
+_RANGES: Final = "ranges of keys"  # as the families name what they do not take
 # Struct fields that the sizes of the device decide.
 _PLANNED: Final = (
     *("num_splits_key", "num_splits_query", "shared_key_tiles"),
     *("num_teams", "team_rows", "chunk_tiles", "least_chunks", "fixed_chunks"),
+    *("ranges_batch", "ranges_heads", "device_sms"),
 )
 
 
@@ -127,6 +132,12 @@ def _plans(problem: Problem, families: Iterable[tuple[Family, str]], count: int,
 
 def _refusals(problem: Problem, arch: str) -> list[Refusal]:
     """Returns why no kernel of the target computes a problem: no tile fits, or none reads its e4m3 codes."""
+    if problem.visible_blocks is not None and any(size % BLOCK_MULTIPLE for size in problem.block_size):
+        rule = f"must be multiples of {BLOCK_MULTIPLE} for kernels"
+        return [refuse("block_size", problem.block_size, rule, "use (128, 128), or a bias of -inf")]
+    if problem.form.has_ranges and (rule := _rule_of_ranges(problem, arch)):
+        field = RANGE_EDGES[0] if problem.visible_blocks is None else VISIBLE_BLOCKS
+        return [refuse(field, getattr(problem, field), rule, "use another mask, or a bias of -inf")]
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
     has_own_family = has_codes(problem) and not is_cache
@@ -147,6 +158,20 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
         field, taker = "query", f"the kernel of {arch} takes no"
     given = getattr(problem, field).dtype
     return [refuse(f"{field}.dtype", given, f"{taker} {name}", remedy) for name in missing]
+
+
+def _rule_of_ranges(problem: Problem, arch: str) -> str:
+    """Returns which problems with ranges of keys the kernels of a target take, if this is none of them."""
+    has_wgmma, shape = architecture(arch).has_wgmma, problem.shape
+    families = (family for family in FAMILIES.values() if has_wgmma or not family.needs_wgmma)
+    found = (family.unsupported_features(problem) for family in families)
+    missing = min(found, key=lambda names: (_RANGES in names, len(names)))
+    if _RANGES not in missing:
+        names = ", ".join(name.removesuffix(f" with {_RANGES}") for name in missing)
+        return f"kernels of {arch} do not take {names} together with {_RANGES} or visible blocks" if names else ""
+    dims = f"head dims {shape.head_dim} and {shape.head_dim_value}"
+    body = f" in a {problem.direction} with {dims} and keys of {problem.key.dtype}" if has_wgmma else ""
+    return f"no kernel of {arch} takes {_RANGES} or visible blocks{body}"
 
 
 def plans_on(
@@ -208,7 +233,12 @@ def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dic
     workspace = Workspace() if problem.is_empty else _workspace(build, values)
     params = launch_rules.params(problem, build)
     params = *params, *((name, values[name]) for name in _PLANNED if name in values)
-    counted = ((name, values[name]) for name in ("chunks",) if name in values)
+    counted = [(name, values[name]) for name in ("chunks",) if name in values]
+    counted += [
+        (f"elements of {buffer.name}", buffer.bytes // WORD_BYTES)
+        for buffer in workspace.buffers
+        if buffer.name in _COUNTED
+    ]
     launch_rules.expect_int32(
         (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))
     )
@@ -298,6 +328,7 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
         "bias": grad_bias_build(build).shared_memory_bytes if build.grad_bias_mode not in ("", "main") else 0,
         "sinks": entry_points.SINKS_BYTES,
         "combine": combine_bytes(build, entry_points.COMBINE_WARPS),
+        "ranges": entry_points.ranges_bytes(build),
     }
     grids = launch_rules.grids_of(problem, build)
     for role, symbol in entry_points.entries(build).items():

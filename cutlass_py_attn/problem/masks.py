@@ -25,7 +25,10 @@ UNLIMITED = 2**30 - 2**17  # means no edge; its sum with lengths up to 2^29 stay
 
 
 class Form(str):
-    """Which edges a band has: "full" none, "causal" a right one, "local" both. Code asks for edges, not for names."""
+    """Which edges a band has: "full" none, "causal" a right one, "local" both. Code asks for edges, not for names.
+
+    Form "ranges" has no band: each query has ranges of keys of its own, in memory (problem/key_ranges.py).
+    """
 
     __slots__ = ()
 
@@ -37,12 +40,17 @@ class Form(str):
     @property
     def has_right(self) -> bool:
         """Whether a query does not see keys behind its diagonal."""
-        return self != "full"
+        return self not in ("full", "ranges")
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether arrays say which keys each query sees."""
+        return self == "ranges"
 
     @property
     def sees_all(self) -> bool:
         """Whether every query sees every key."""
-        return not (self.has_left or self.has_right)
+        return not (self.has_left or self.has_right or self.has_ranges)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -56,7 +64,8 @@ class Form(str):
         return self.has_right and not self.has_left
 
 
-FORMS = (Form("full"), Form("causal"), Form("local"))
+FORMS = (Form("full"), Form("causal"), Form("local"))  # of bands
+RANGES = Form("ranges")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +164,18 @@ class Mask:
         """Returns whether `query` sees `key`, for ints and NumPy arrays."""
         return self.band(num_queries, num_keys).sees(query, key)
 
-    def pairs(self, num_queries: int, num_keys: int) -> int:
-        """Returns the number of visible (query, key) pairs."""
+    def ranges(self, num_queries: int, num_keys: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns the first key that each query sees, and one past its last; a query without keys has start >= end."""
         query = np.arange(num_queries, dtype=np.int64)
         band = self.band(num_queries, num_keys)
-        first = np.maximum(query + band.low, 0) if self.form.has_left else 0 * query
-        last = np.minimum(query + band.high, num_keys - 1) if self.form.has_right else 0 * query + num_keys - 1
-        return int(np.maximum(last - first + 1, 0).sum())
+        start = np.maximum(query + band.low, 0) if self.form.has_left else 0 * query
+        end = np.minimum(query + band.high + 1, num_keys) if self.form.has_right else 0 * query + num_keys
+        return start, end
+
+    def pairs(self, num_queries: int, num_keys: int) -> int:
+        """Returns the number of visible (query, key) pairs."""
+        start, end = self.ranges(num_queries, num_keys)
+        return int(np.maximum(end - start, 0).sum())
 
     def materialise(self, num_queries: int, num_keys: int) -> npt.NDArray[np.bool_]:
         """Returns the mask as a (num_queries, num_keys) bool array; slow, for tests and the reference."""

@@ -14,7 +14,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, F32_BYTES, KEY_ROPE, OPERANDS, ROW_STRIDES, Tensor
+from cutlass_py_attn.problem.tensors import (
+    BIASES,
+    BLOCK_AXES,
+    BMHK,
+    F32_BYTES,
+    KEY_ROPE,
+    OPERANDS,
+    RANGE_AXES,
+    RANGE_EDGES,
+    ROW_STRIDES,
+    VISIBLE_BLOCKS,
+    Tensor,
+)
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_STRIDES
 
@@ -86,8 +98,15 @@ def axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> tuple[str, .
         axes = problem.shape.axes("key" if problem.value_in_key and name == "value" else name)
         return (*axes[:3], "code_columns") if problem.key_rope is not None and name in ("key", "value") else axes
     own = tuple(f"{name}_{axis}" for axis in range(len(shape)))
-    if name in BIASES:
-        return tuple(one if size == 1 else axis for one, axis, size in zip(own, _BIAS, shape, strict=True))
+    if name == VISIBLE_BLOCKS:
+        # A device's part of the heads is as the whole: its own size does not say which heads they are.
+        whole = shape if problem.visible_blocks is None else problem.visible_blocks.shape
+        heads = "num_heads" if whole[1:2] == (problem.shape.num_heads,) else "num_heads_key"
+        full = "batch", heads, *own[2:]
+        return tuple(one if size == 1 else axis for one, axis, size in zip(own, full, shape, strict=True))
+    if name in (*BIASES, *RANGE_EDGES):
+        broadcast = zip(own, _BIAS, shape, strict=False)
+        return tuple(one if size == 1 else axis for one, axis, size in broadcast)
     if name in SCALES:
         return own if shape == (1,) else _scale_axes(problem)[len(shape)]
     if name == "page_table":
@@ -110,6 +129,10 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Operand:
     strides: dict[str, int] = {}
     if name == "page_table":
         strides = named_strides(name, ("row",), tensor.strides[:-1])
+    elif name in RANGE_EDGES:
+        strides = named_strides(name, RANGE_AXES, tensor.steps)
+    elif name == VISIBLE_BLOCKS:
+        strides = named_strides(name, BLOCK_AXES, tensor.steps)
     elif name in SCALES and tensor.shape != (1,):
         of_rows = ("page" if axes[0] == "num_pages" else "batch", "row", "head", "tile")[: len(axes)]
         strides = named_strides(name, of_rows if len(axes) > 2 else ("batch", "head")[-len(axes) :], tensor.steps)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import masks, operands
-from cutlass_py_attn.problem.masks import Full, Mask
+from cutlass_py_attn.problem.masks import RANGES, Form, Full, Mask
 from cutlass_py_attn.problem.operands import Operand
 from cutlass_py_attn.problem.paging import FEATURE, Pages
 from cutlass_py_attn.problem.quantization import ROW, SCALES, granularity, output_dtype
@@ -22,6 +22,9 @@ from cutlass_py_attn.problem.tensors import (
     FLOAT8,
     KEY_ROPE,
     OPERANDS,
+    RANGE_EDGES,
+    VISIBLE_BLOCKS,
+    WORD_BYTES,
     Sequences,
     Shape,
     Tensor,
@@ -45,6 +48,13 @@ class Problem:
     sinks, grad_sinks: float32 (num_heads,); logits that join the denominator of every row, and their gradient
     scale: factor of Q K^T; None for 1/sqrt(head_dim)
     softcap: bound of the scores; 0 for none
+    key_start, key_end: int32 (batch, num_heads, num_queries); the first key that each query sees, and one past its
+        last. An axis of size 1 before the last is that of every sequence or head. Kernels cut ranges to the keys, and
+        to the mask; one whose start is at or behind its end has no key. None for no ranges
+    visible_blocks: bool, or uint8 of zeros and ones, (batch, num_heads_key, blocks of queries, blocks of keys); whether
+        a query of a block may see a key of a block. Both first sizes may be 1; in a forward they may be those of every
+        query head. None for all blocks
+    block_size: queries and keys of a block
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory
     sequences: the variable-length layout; None when all sequences have the length of the tensors
@@ -102,6 +112,10 @@ class Problem:
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     key_rope: Tensor | None = None
+    key_start: Tensor | None = None
+    key_end: Tensor | None = None
+    visible_blocks: Tensor | None = None
+    block_size: tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -161,6 +175,11 @@ class Problem:
             return Shape(batch, num_queries, num_keys, num_heads, head_dim, head_dim_value, num_heads_key)
         lengths = given.count, given.max_seqlen_q, given.max_seqlen_k
         return Shape(*lengths, num_heads, head_dim, head_dim_value, num_heads_key, (num_queries, num_keys))
+
+    @property
+    def form(self) -> Form:
+        """Form of the mask in kernels."""
+        return self.mask.form if self.key_start is None and self.visible_blocks is None else RANGES
 
     @property
     def dtype(self) -> str:
@@ -254,6 +273,10 @@ class Problem:
             if self.sequences.seqused_k:
                 found["seqused_k"] = Tensor((self.sequences.count,), (1,), "int32", 4)
         found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
+        if self.visible_blocks is not None:
+            found[VISIBLE_BLOCKS] = replace(self.visible_blocks, alignment=1)
+        edges = ((name, getattr(self, name)) for name in RANGE_EDGES)
+        found |= {name: replace(edge, alignment=WORD_BYTES) for name, edge in edges if edge is not None}
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:

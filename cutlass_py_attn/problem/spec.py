@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem import drawn_ranges, masks
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
@@ -29,7 +30,7 @@ from cutlass_py_attn.problem.quantization import (
     TILE,
     shapes,
 )
-from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, RANGE_EDGES, Sequences, Shape, Tensor
 from cutlass_py_attn.suggestions import did_you_mean
 
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
@@ -54,6 +55,10 @@ h{num_heads}[k{num_heads_key}]          heads of query; heads of key and value i
 [window{window_size}]                   with causal: only so many last keys
 [left{window_left}]                     with window: keys before the diagonal; no limit if absent
 [right{window_right}]                   with window: keys after the diagonal; no limit if absent
+[ranges{ranges}[{range_family}]]        beside the mask, ranges of keys by query, in arrays of axes bh, with 1 for a
+                                        broadcast axis. What is in them: random ranges if nothing follows, or runs, all,
+                                        lengths, causal, documents, prefix or window; the last three may have a size, as
+                                        in documents4096
 [bias{bias}[{bias_gradient=grad|sum}]]  additive bias of axes bhqk, with 1 for a broadcast axis; 1hqk if absent. grad:
                                         its gradient in full; sum: its gradient summed over the broadcast axes
 [dropout{dropout_p}]                    probability of a dropped weight
@@ -92,6 +97,8 @@ _PATTERNS: Final = {  # of the values of fields; other fields are integers
     **dict.fromkeys(("dropout_p", "softcap", "scale"), _NUMBER),
     "gradients": f"[{''.join(GRADIENTS)}]+",
     "page_size": _POSITIVE,
+    "ranges": "[b1][h1]",
+    "range_family": drawn_ranges.PATTERN,
     "descale": "|".join(GRAINS),
 }
 _FIELD: Final = re.compile(r"{(\w+)(?:=([^}]*))?}")
@@ -166,6 +173,7 @@ class ProblemSpec:
 
     The fields are those of GRAMMAR; `mask` has those of its own. "", 0, False and None stand for an absent word.
     sequences: lengths in the variable-length layout, which decide batch, num_queries and num_keys; () for none.
+    ranges: axes of key_start and key_end, 1 for a broadcast axis; "" for none. range_family: of drawn_ranges.
     bias: its axes, 1 for a broadcast axis. alibi: "h" (slopes by head) or "bh" (by batch and head).
     deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
     """
@@ -180,6 +188,8 @@ class ProblemSpec:
     num_heads_key: int = 0
     mask: Mask = dataclasses.field(default_factory=Full)
     sequences: tuple[SequenceLengths, ...] = ()
+    ranges: str = ""
+    range_family: str = ""
     bias: str = ""
     bias_gradient: str = ""
     gradients: str = ""
@@ -314,6 +324,8 @@ class ProblemSpec:
             "dropout_p": self.dropout_p,
             "philox_on_device": self.philox_on_device,
         }
+        if self.ranges:
+            changes |= dict.fromkeys(RANGE_EDGES, Tensor.contiguous((*self._lists(), self.num_queries), "int32"))
         if self.bias:
             changes["bias"] = self._bias_tensor()
         if self.alibi:
@@ -390,6 +402,16 @@ class ProblemSpec:
         """Pages of a sequence with num_keys keys."""
         return -(-self.num_keys // max(self.page_size, 1))
 
+    def _lists(self) -> tuple[int, int]:
+        """The number of lists of ranges of keys along batch and heads."""
+        batch, heads, _ = self.shape.range_edges
+        return batch if "b" in self.ranges else 1, heads if "h" in self.ranges else 1
+
+    def key_ranges(self, seed: int = 0) -> KeyRanges:
+        """Returns the ranges of keys of a spec that has them, with the mask as their band."""
+        edges = drawn_ranges.draw(self.range_family, self._lists(), self.num_queries, self.num_keys, seed)
+        return KeyRanges(*edges, self.mask)
+
     def _bias_sizes(self) -> tuple[int, ...]:
         axes = zip(self.bias, self.shape.bias, strict=True)
         return tuple(size if letter != "1" else 1 for letter, size in axes)
@@ -399,8 +421,20 @@ class ProblemSpec:
         steps = tuple(step if letter != "1" else 0 for letter, step in zip(self.bias, strides, strict=True))
         return Tensor(self.shape.bias, steps, self.dtype)
 
+    def _visible_pairs(self) -> int:
+        ranges, (batch, heads) = self.key_ranges().within(self.num_keys), self._lists()
+        visible = int((ranges.key_end - ranges.key_start).sum(dtype=np.int64))
+        return visible * (self.batch // max(batch, 1)) * (self.num_heads // max(heads, 1))
+
     def flops(self, direction: str) -> int:
-        """`Problem.flops`; in the variable-length layout the sum over the sequences, each as a problem of its own."""
+        """`Problem.flops`; in the variable-length layout the sum over the sequences, each as a problem of its own.
+
+        With ranges of keys the pairs count that are visible with those of seed 0.
+        """
+        if self.ranges:
+            whole = dataclasses.replace(self, ranges="", range_family="", mask=Full())
+            pairs = self.batch * self.num_heads * self.num_queries * self.num_keys
+            return whole.flops(direction) * self._visible_pairs() // max(pairs, 1)
         if not self.sequences:
             return self.problem(direction).flops
         alone = dataclasses.replace(self, sequences=(), bias="", bias_gradient="", gradients="", alibi="", sinks=False)

@@ -49,6 +49,14 @@ def order_refusals(value: object) -> list[Refusal]:
     return [refuse("load_balance", value, f"must be {ZIGZAG!r}, or None for the natural order", "choose one")]
 
 
+def array_mask_refusals(key_start: object, visible_blocks: object) -> list[Refusal]:
+    """Returns why a mask in memory is refused; None stands for no array."""
+    rule = "must be None where the rows are split over devices, which do not split masks in memory"
+    arrays = {"key_start": key_start, "visible_blocks": visible_blocks}
+    remedy = "pass a mask of another type, or a bias of -inf"
+    return [refuse(name, array, rule, remedy) for name, array in arrays.items() if array is not None]
+
+
 def chunks(size: int, zigzag: bool, rows: int, device: Any) -> list[Chunk]:
     """Returns the runs of consecutive rows among the `rows` rows of one of `size` devices."""
     if not zigzag:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cutlass_py_attn.integers import round_up
+from cutlass_py_attn.integers import ceil_div, round_up
 from cutlass_py_attn.problem.scalars import integer_of
 
 ITEM_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -20,6 +20,12 @@ OPERAND_NAMES: dict[str, str] = {**SHORT_NAMES, FLOAT8: "e4m3"}
 DIRECTIONS = ("forward", "backward")
 ROW_ALIGNMENT_BYTES = 16  # bytes of the widest load; rows aligned to less are loaded in smaller pieces
 LSE_PADDING = 32  # rows of logsumexp are padded to a multiple of this
+RANGE_EDGES = ("key_start", "key_end")  # arrays of the range of keys that each query sees
+VISIBLE_BLOCKS = "visible_blocks"  # array of which blocks of queries and keys have visible pairs
+RANGE_AXES = ("batch", "head", "row")  # along which they have strides
+BLOCK_AXES = (*RANGE_AXES, "column")
+RANGE_WORDS = 2  # of the range of a query, its start and its end
+RANGE_BYTES = RANGE_WORDS * WORD_BYTES
 OPERANDS = ("query", "key", "value")
 BMHK = (*OPERANDS, "output", "grad_output", "grad_query", "grad_key", "grad_value")
 BIASES = ("bias", "grad_bias")
@@ -96,6 +102,16 @@ class Shape:
         }
         found |= {} if self.pool is None else dict(zip(("page_size", "num_pages"), reversed(self.pool), strict=True))
         return found | ({} if self.tokens is None else dict(zip(("tokens_q", "tokens_k"), self.tokens, strict=True)))
+
+    @property
+    def range_edges(self) -> tuple[int, int, int]:
+        """Shape that the starts and ends of ranges of keys broadcast to: (batch, num_heads, num_queries)."""
+        return self.batch, self.num_heads, self.num_queries
+
+    def visible_blocks(self, block_size: tuple[int, int]) -> tuple[int, int, int, int]:
+        """Shape that visible blocks broadcast to: (batch, num_heads, blocks of queries, blocks of keys)."""
+        rows, columns = block_size
+        return self.batch, self.num_heads, ceil_div(self.num_queries, rows), ceil_div(self.num_keys, columns)
 
     @property
     def bias(self) -> tuple[int, int, int, int]:

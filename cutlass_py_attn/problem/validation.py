@@ -10,11 +10,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks, paging, quantization
+from cutlass_py_attn.problem.block_sparse import block_size_refusals
 from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value
 from cutlass_py_attn.problem.tensors import (
     BIASES,
+    BLOCK_AXES,
     BMHK,
     DIRECTIONS,
     F32_BYTES,
@@ -23,7 +25,10 @@ from cutlass_py_attn.problem.tensors import (
     KEY_ROPE,
     OPERAND_BYTES,
     OPERANDS,
+    RANGE_AXES,
+    RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
+    VISIBLE_BLOCKS,
     Sequences,
     Shape,
     Tensor,
@@ -44,7 +49,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, *RANGE_EDGES, VISIBLE_BLOCKS)
 _REQUIRED: Final = (*OPERANDS, "output")
 _NO_OVERLAP: Final = "an output must not overlap itself"
 _IN_FULL: Final = "allocate it in full"
@@ -71,6 +76,9 @@ def refusals(problem: Problem) -> list[Refusal]:
         *_tensors(sound),
         *quantization.refusals(sound),
         *kinds,
+        *_key_ranges(sound),
+        *_visible_blocks(sound),
+        *_beside_arrays(sound),
         *_options(sound),
         *_gradients(sound),
     ]
@@ -154,6 +162,7 @@ def _ranks(problem: Problem) -> Iterator[Refusal]:
         tensor = getattr(problem, name)
         if isinstance(tensor, Tensor):
             yield from rank_refusals(name, tensor, 4, f"must be 4-D {axes}", "add the missing axes with size 1")
+    yield from stride_refusals({name: getattr(problem, name) for name in (*RANGE_EDGES, VISIBLE_BLOCKS)})
     for term in registry.terms():
         yield from stride_refusals(term.vectors(problem))
 
@@ -291,6 +300,60 @@ def memory_refusals(name: str, tensor: Tensor, axes: tuple[str, ...], *, is_writ
         yield refuse(f"{axis} stride of {name}", 0, _NO_OVERLAP, _IN_FULL)
     if not repeated and overlaps_itself(tensor.shape, tensor.strides):
         yield refuse(f"{name}.strides", tensor.strides, f"{_NO_OVERLAP} with shape {shape}", _IN_FULL)
+
+
+def _key_ranges(problem: Problem) -> Iterator[Refusal]:
+    edges = {name: getattr(problem, name) for name in RANGE_EDGES}
+    missing = [name for name, edge in edges.items() if edge is None]
+    if len(missing) == len(edges):
+        return
+    for name in missing:
+        yield refuse(name, None, f"must come with {' and '.join({*edges} - {name})}", "pass both, or none")
+    full = problem.shape.range_edges
+    for name, edge in edges.items():
+        if edge is None:
+            continue
+        broadcasts = len(edge.shape) == len(full) and edge.shape[2] == full[2]
+        if not broadcasts or any(size not in (1, most) for size, most in zip(edge.shape[:2], full[:2], strict=True)):
+            yield refuse(f"{name}.shape", edge.shape, f"must be {full}; the first two sizes may be 1", "reshape it")
+        elif edge.dtype != "int32":
+            yield refuse(f"{name}.dtype", edge.dtype, "must be int32", "convert it")
+        else:
+            yield from memory_refusals(name, edge, RANGE_AXES, is_written=False)
+    shapes = {edge.shape for edge in edges.values() if edge is not None}
+    if len(shapes) > 1:
+        rule = f"must be that of key_start, {edges['key_start'].shape}"
+        yield refuse("key_end.shape", edges["key_end"].shape, rule, "broadcast it")
+
+
+def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
+    sizes, blocks = problem.block_size, problem.visible_blocks
+    wrong = [*block_size_refusals(sizes)]
+    yield from wrong
+    if wrong or blocks is None:
+        return
+    shape = problem.shape
+    full = shape.visible_blocks(sizes)
+    heads = (shape.num_heads_key,) if problem.direction == "backward" else (shape.num_heads_key, shape.num_heads)
+    is_wrong = len(blocks.shape) != len(full) or blocks.shape[2:] != full[2:]
+    if is_wrong or blocks.shape[0] not in (1, full[0]) or blocks.shape[1] not in (1, *heads):
+        counted = " or ".join(map(str, dict.fromkeys((1, *heads))))
+        rule = f"must be (1 or {full[0]}, {counted}, {full[2]}, {full[3]}) with block_size {sizes}"
+        remedy = "reshape it, or repeat key and value if the query heads of a group differ"
+        yield refuse(f"{VISIBLE_BLOCKS}.shape", blocks.shape, rule, remedy)
+    elif blocks.dtype not in ("bool", "uint8"):
+        yield refuse(f"{VISIBLE_BLOCKS}.dtype", blocks.dtype, "must be bool or uint8", "convert it")
+    else:
+        yield from memory_refusals(VISIBLE_BLOCKS, blocks, BLOCK_AXES, is_written=False)
+
+
+def _beside_arrays(problem: Problem) -> Iterator[Refusal]:
+    if problem.key_start is None and problem.visible_blocks is None:
+        return
+    for name in ("sequences", "pages"):
+        given = getattr(problem, name)
+        if given is not None:
+            yield refuse(name, given, "must be None with key_start or visible_blocks", "leave these None")
 
 
 def _options(problem: Problem) -> Iterator[Refusal]:

@@ -17,8 +17,9 @@ Every score term is optional; score_terms/<term>.py has its formula.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cutlass_py_attn.problem.block_sparse import ArrayMask
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.reference.score_mod import (
     CuSeqlens,
@@ -154,7 +156,7 @@ def forward(
     key: Array,
     value: Array,
     *,
-    mask: Mask,
+    mask: Mask | ArrayMask,
     scale: float | None = None,
     precision: str = "float64",
     score_mod: ReferenceScoreMod = NO_SCORE_MOD,
@@ -208,7 +210,7 @@ def backward(
     output: Array,
     logsumexp: Array,
     *,
-    mask: Mask,
+    mask: Mask | ArrayMask,
     scale: float | None = None,
     precision: str = "float64",
     score_mod: ReferenceScoreMod = NO_SCORE_MOD,
@@ -328,20 +330,27 @@ def _backward_head(
     return Gradients(arithmetic.round(grad_q), grad_k, arithmetic.round(grad_v), None, grad_sink)
 
 
-def _heads(mask: Mask, layout: Layout) -> Iterator[tuple[SeqlenInfo, int, list[_Block]]]:
-    """Yields every head of every sequence, with the blocks of that sequence."""
+def _heads(mask: Mask | ArrayMask, layout: Layout) -> Iterator[tuple[SeqlenInfo, int, list[_Block]]]:
+    """Yields every head of every sequence, with the blocks of that head."""
     for sequence in layout.sequences:
-        blocks = list(_blocks(mask, sequence.num_queries, sequence.num_keys))
+        num_queries, num_keys = sequence.num_queries, sequence.num_keys
+        arrays = None if isinstance(mask, Mask) else mask.resolved(layout.num_heads, num_queries, num_keys)
+        if isinstance(mask, Mask):
+            sees = functools.partial(mask.sees, num_queries=num_queries, num_keys=num_keys)
+            blocks = list(_blocks(sees, num_queries, num_keys))
         for head in range(layout.num_heads):
+            if arrays is not None:
+                sees = functools.partial(arrays.reach, sequence.index, head)
+                blocks = list(_blocks(sees, num_queries, num_keys))
             yield sequence, head, blocks
 
 
-def _blocks(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Block]:
-    """Yields the blocks of query rows that see at least one key."""
+def _blocks(sees: Callable[[Array, Array], Array], num_queries: int, num_keys: int) -> Iterator[_Block]:
+    """Yields the blocks of query rows that see at least one key; sees: whether a query sees a key."""
     keys = np.arange(num_keys)[None, :]
     for start in range(0, num_queries, QUERY_BLOCK):
         rows = np.arange(start, min(start + QUERY_BLOCK, num_queries))[:, None]
-        seen = np.broadcast_to(mask.sees(rows, keys, num_queries, num_keys), (rows.size, keys.size))
+        seen = np.broadcast_to(sees(rows, keys), (rows.size, keys.size))
         reached = np.flatnonzero(seen.any(axis=0))
         if reached.size == 0:
             continue

@@ -13,6 +13,7 @@ from cutlass_py_attn.errors import DriverError, NotSupported, Stale
 from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
 from cutlass_py_attn.kernels.backward_parts.layout import starts_from_logsumexp
 from cutlass_py_attn.kernels.families import FAMILIES
+from cutlass_py_attn.kernels.tile_lists import kernel as tile_lists
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.arch import runs_on as _runs_on
@@ -23,6 +24,7 @@ from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.plan.merge import plan_merge
 from cutlass_py_attn.plan.plan import Launch, Plan
 from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.block_sparse import undivided
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import integer_of
@@ -368,7 +370,7 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
     shape = problem.shape
     pairs: list[tuple[str, object, object]] = [
         ("dtype", problem.dtype, build.dtype),
-        ("mask.form", problem.mask.form, build.mask),
+        ("mask", problem.form, build.mask),
         ("features", problem.features, build.features),
         ("gradients", problem.gradients, build.gradients),
         ("head_dim", shape.head_dim, build.head_dim),
@@ -382,6 +384,11 @@ def _problem_mismatches(plan: Plan, problem: Problem | None) -> Iterator[str]:
     if starts_from_logsumexp(build) and problem.scale_value == 0:
         yield "problem.scale = 0: the plan's kernel divides by the scale; plan this problem"
     planned = dict(plan.params)
+    if build.form.has_ranges:
+        axes, sizes = tile_lists.definitions(problem, build), launch_rules.sizes(problem)
+        pairs += [(n, axes[n].evaluate(sizes), planned.get(n)) for n in ("ranges_batch", "ranges_heads")]
+        if problem.visible_blocks is not None:
+            yield from map(str, undivided(problem.block_size, build.tile_m, build.tile_n))
     pairs += [(name, size, planned.get(name)) for name, size in launch_rules.params(problem, build)]
     for name, given, expected in pairs:
         if given != expected:

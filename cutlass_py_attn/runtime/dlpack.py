@@ -11,7 +11,7 @@ CAPSULE_NAME: Final = b"dltensor"
 KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}  # DLDataTypeCode
 TYPE_CODES: Final = {
     **{"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16)},
-    **{"int32": (0, 32), "int64": (0, 64), "uint8": (1, 8), "float8_e4m3fn": (10, 8)},
+    **{"int32": (0, 32), "int64": (0, 64), "uint8": (1, 8), "bool": (6, 8), "float8_e4m3fn": (10, 8)},
 }
 _DTYPES: Final = {code: dtype for dtype, code in TYPE_CODES.items()}
 

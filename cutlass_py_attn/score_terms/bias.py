@@ -2,11 +2,13 @@
 
 An axis of size 1 or of stride 0 broadcasts. The derivative by the score is 1, so the gradient of the bias is dS, summed
 over the axes along which grad_bias has size 1. Without a sum, main kernels store the dS that they multiply: the sm90
-backward through TMA (kernels/sm90/grad_bias_store.py), for sequences of one length and rows aligned to 16 bytes. Other
-problems with that gradient run in the sm80 kernels, where kernels/backward_parts sums it if the main kernel cannot.
+backward through TMA (kernels/sm90_backward/grad_bias_store.py), for sequences of one length and rows aligned to 16
+bytes. Other problems with that gradient run in the sm80 kernels, where kernels/backward_parts sums it if the main
+kernel cannot.
 
 The kernels load a bias tile ahead of its scores: the sm80 kernels and the sm90 backward by cp.async into shared memory
-(kernels/sm90/transposed_bias.py), the sm90 forward into registers (kernels/sm90/score_mod_registers.py).
+(kernels/sm90_backward/transposed_bias.py), the sm90 forward into registers
+(kernels/sm90_forward/score_mod_registers.py).
 """
 
 from __future__ import annotations

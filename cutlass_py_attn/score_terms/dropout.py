@@ -5,7 +5,7 @@
 The mask is PyTorch's Philox stream bit for bit (philox.py): which word belongs to which element of the attention matrix
 depends on no tile and no order of work. The kernels apply the factor 1 / (1 - dropout_p) of P once, to O and dV, and
 that of dP to each element. kernels/common/dropout.py draws the bits of a tile; the sm90 kernels draw those of several
-tiles at once (kernels/sm90/dropout_prefetch.py, dropout_transposed.py).
+tiles at once (kernels/sm90_common/dropout_prefetch.py, dropout_transposed.py).
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def check(
     A wrong shape gives the single result "shape", a NaN or infinity where truth is finite (or the reverse) the single
     result "finite"; both have worst = inf.
 
-    unseen: boolean (rows), the rows without a visible (query, key) pair, which must be exactly zero.
+    unseen: boolean (rows) or (batch, rows, heads), the rows without a visible (query, key) pair, which must be exactly
+    zero.
     None stands for the rows of `output` whose truth is zero, and for no row of a gradient: a gradient may
     cancel to an exact zero in float64 and not in float32 (a query with one key), so its zeros prove nothing.
     absolute: replaces Floor.absolute. Pass inputs.MAGNITUDE times Floor.absolute, and five times that for
@@ -222,7 +223,7 @@ def _pooled(low_error: Array) -> Array:
 def _zero(name: str, kernel: Array, truth: Array, unseen: Array | None) -> CheckResult:
     """Requires exact zeros in rows without a visible pair."""
     if unseen is not None:
-        empty = np.broadcast_to(unseen[None, :, None, None], (*truth.shape[:3], 1))
+        empty = np.broadcast_to(unseen[..., None] if unseen.ndim > 1 else unseen[:, None, None], (*truth.shape[:3], 1))
     elif name == "output":
         empty = ~_present(truth)[..., None]
     else:

@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -24,6 +24,8 @@ from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import spec as specs
+from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths
 from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8, Shape
@@ -50,6 +52,7 @@ class Case:
 
     layout: a name of layouts.LAYOUTS, for query, key, value, output and their gradients.
     bias_layout: "dense", "padded", "transposed" or "shifted" (layouts.bias_tensor).
+    range_layout: a name of layouts.RANGE_LAYOUTS, for the ranges of keys.
     inputs: a family of inputs.FAMILIES. bias_inputs: a family of inputs.BIAS_FAMILIES. seed: of the inputs.
     philox_seed, philox_offset: of dropout.
     table: "rows" or "csr", the form of the table of a case with pages. invariant: 1 for the same bits in any batch.
@@ -61,6 +64,7 @@ class Case:
     bias_inputs: str = "gaussian"
     layout: str = "dense"
     bias_layout: str = "dense"
+    range_layout: str = "dense"
     philox_seed: int = 0
     philox_offset: int = 0
     seed: int = 0
@@ -119,6 +123,7 @@ class Case:
         place = layouts.LAYOUTS[self.layout]
         names = (name for name in problem.tensors() if name not in ("bias", "grad_bias"))
         changes: dict[str, Any] = {name: place(getattr(problem, name)) for name in names}
+        changes |= layouts.range_edges(problem, self.range_layout)
         if problem.bias is not None:
             bias = layouts.bias_tensor(self.spec, self.bias_layout)
             if problem.grad_bias is None:
@@ -146,11 +151,22 @@ class Case:
         if problem.pages is not None:
             found = self._paged_arrays(problem, rng)
         else:
-            operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.spec.mask, rng, self.sequences)
+            operands = inputs.draw(self.inputs, problem.shape, self.spec.dtype, self.drawn_mask, rng, self.sequences)
             found = dict(zip(inputs.NAMES, operands, strict=True))
         found = self._with_value(found)
         found |= self.feature_arrays(problem, rng)
         return found | e4m3_inputs.codes(problem, found)
+
+    @property
+    def drawn_mask(self) -> Mask | KeyRanges:
+        """The mask, with the ranges of keys of the seed."""
+        return self.spec.key_ranges(self.seed) if self.spec.ranges else self.spec.mask
+
+    def mask_of(self, arrays: Mapping[str, Array]) -> Mask | KeyRanges:
+        """Returns the mask, with the ranges of keys that are among the arrays."""
+        if not self.spec.ranges:
+            return self.spec.mask
+        return KeyRanges(arrays["key_start"], arrays["key_end"], self.spec.mask)
 
     def _with_value(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """Returns the arrays with value from key, if it is the first columns of key."""
@@ -194,10 +210,13 @@ class Case:
     def feature_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """The inputs by name beside query, key, value and grad_output."""
         spec, found = self.spec, dict[str, Array]()
+        if spec.ranges:
+            drawn = spec.key_ranges(self.seed).arrays()
+            found |= {name: np.broadcast_to(edge, getattr(problem, name).shape) for name, edge in drawn.items()}
         if problem.bias is not None:
             axes = zip(problem.bias.shape, problem.bias.strides, strict=True)
             size = [size if step else 1 for size, step in axes]
-            bias = inputs.draw_bias(self.bias_inputs, size, spec.dtype, spec.mask, rng, self.sequences)
+            bias = inputs.draw_bias(self.bias_inputs, size, spec.dtype, self.drawn_mask, rng, self.sequences)
             found["bias"] = np.broadcast_to(bias, problem.bias.shape)
         if problem.alibi_slopes is not None:
             found["alibi_slopes"] = rng.random(problem.alibi_slopes.shape, dtype=np.float32) * 0.1
@@ -244,10 +263,13 @@ class Case:
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills.
 
-    No kernel of a target without wgmma multiplies e4m3 operands, or reads a latent cache of e4m3 codes.
+    No kernel of a target without wgmma multiplies e4m3 operands, or reads a latent cache of e4m3 codes or ranges of
+    keys.
     """
     has_wgmma = architecture(arch).has_wgmma
-    found = (each for each in cases if has_wgmma or not (each.spec.dtype == FLOAT8 or each.spec.has_rope))
+    found = (
+        each for each in cases if has_wgmma or not (each.spec.dtype == FLOAT8 or each.spec.has_rope or each.spec.ranges)
+    )
     return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in found))
 
 

@@ -16,6 +16,7 @@ from cutlass_py_attn.artifact import Artifact, Folder
 from cutlass_py_attn.errors import Stale
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.planner import plans_on
+from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.testing import accuracy
@@ -68,7 +69,7 @@ def families(case: Case) -> list[str]:
 def attend(case: Case, arrays: dict[str, Array], kernels: Kernels) -> dict[str, Array]:
     """Returns output and logsumexp, and the gradients of a backward case, in the array library of `arrays`."""
     spec = case.spec
-    common: dict[str, Any] = {"mask": spec.mask, "scale": spec.scale, "kernels": kernels}
+    common: dict[str, Any] = {"mask": case.mask_of(arrays), "scale": spec.scale, "kernels": kernels}
     query, key, value = (arrays[name] for name in OPERANDS)
     output, logsumexp = attention_forward(query, key, value, **common)
     found = {"output": output, "logsumexp": logsumexp}
@@ -98,9 +99,7 @@ def results(case: Case, arrays: dict[str, Array], found: dict[str, Array]) -> li
     """Returns the accuracy checks of the forward's results, or of the gradients of a backward case."""
     spec = case.spec
     truth, low = (by_reference(case, arrays, kind) for kind in ("float64", spec.dtype))
-    visible: Array = spec.mask.materialise(spec.num_queries, spec.num_keys)
-    rows, keys = (np.logical_not(visible.any(axis=axis)) for axis in (1, 0))
-    unseen = {"output": rows, "grad_query": rows, "grad_key": keys, "grad_value": keys}
+    unseen = unseen_rows(case, arrays)
     names = ("output",) if case.direction == "forward" else GRADIENTS
     absolute = _absolute_floors(case, arrays)
     luck = LUCK if case.direction == "backward" and spec.num_queries < FEW_QUERIES else 1.0
@@ -115,9 +114,25 @@ def results(case: Case, arrays: dict[str, Array], found: dict[str, Array]) -> li
     return checked
 
 
+def unseen_rows(case: Case, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Returns which rows of each result no visible pair reaches, bool (rows), or (batch, rows, heads) with ranges of
+    keys. The case has one length."""
+    spec, mask = case.spec, case.mask_of(arrays)
+    if isinstance(mask, Mask):
+        visible: Array = mask.materialise(spec.num_queries, spec.num_keys)
+        rows, keys = (np.logical_not(visible.any(axis=axis)) for axis in (1, 0))
+    else:
+        heads = spec.num_heads_key, spec.num_heads // spec.num_heads_key
+        visible = np.broadcast_to(mask.materialise(spec.num_keys), spec.shape.bias)
+        rows = np.logical_not(visible.any(axis=3)).swapaxes(1, 2)
+        by_head = visible.any(axis=2).reshape(spec.batch, *heads, spec.num_keys)
+        keys = np.logical_not(by_head.any(axis=2)).swapaxes(1, 2)
+    return {"output": rows, "grad_query": rows, "grad_key": keys, "grad_value": keys}
+
+
 def by_reference(case: Case, arrays: dict[str, Array], precision: str) -> dict[str, Array]:
     """Returns the results of `attend` from the NumPy reference in that precision."""
-    options: dict[str, Any] = {"mask": case.spec.mask, "scale": case.spec.scale, "precision": precision}
+    options: dict[str, Any] = {"mask": case.mask_of(arrays), "scale": case.spec.scale, "precision": precision}
     query, key, value = (arrays[name] for name in OPERANDS)
     output, logsumexp = numpy_reference.forward(query, key, value, **options)
     found = {"output": output, "logsumexp": logsumexp}

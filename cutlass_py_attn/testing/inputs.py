@@ -14,6 +14,7 @@ of the dtype beside ordinary keys, as frameworks hide keys; `hidden_rows` hides 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, Shape
 from cutlass_py_attn.reference.numpy_reference import DTYPES
@@ -29,6 +31,7 @@ from cutlass_py_attn.reference.score_mod import SeqlenInfo
 Array = npt.NDArray[Any]
 Tensors = tuple[Array, Array, Array, Array]
 Sequences = Sequence[SeqlenInfo]
+AnyMask = Mask | KeyRanges
 
 NAMES = ("query", "key", "value", "grad_output")
 # Size of the terms of a gradient relative to gaussian inputs (query or key, value and grad_output multiply): the
@@ -50,7 +53,7 @@ HIDDEN_ROWS = 3  # `hidden_rows` hides one row of as many
 ROW_BLOCK = 256
 
 
-def make(family: str, shape: Shape, dtype: str, mask: Mask, seed: int) -> Tensors:
+def make(family: str, shape: Shape, dtype: str, mask: AnyMask, seed: int) -> Tensors:
     """Returns (query, key, value, grad_output) of one family; the same arguments always give the same bits.
 
     Shapes are (batch, num_queries, num_heads, head_dim) and so on, as `shape.of` has them.
@@ -65,7 +68,7 @@ def draw(
     family: str,
     shape: Shape,
     dtype: str,
-    mask: Mask,
+    mask: AnyMask,
     rng: np.random.Generator,
     sequences: Sequences = (),
 ) -> Tensors:
@@ -92,17 +95,17 @@ def _dense(shape: Shape) -> Sequences:
     ]
 
 
-def _gaussian(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _gaussian(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     query, key, value, grad_output = (rng.standard_normal(shape.of(name), dtype=np.float32) for name in NAMES)
     return query, key, value, grad_output
 
 
-def _gaussian_x3(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _gaussian_x3(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     query, key, value, grad_output = _gaussian(shape, mask, rng, sequences)
     return 3 * query, 3 * key, 3 * value, 3 * grad_output
 
 
-def _integers(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _integers(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     def sparse(name: str) -> Array:
         values = rng.integers(-2, 3, shape.of(name)).astype(np.float32)
         values[rng.random(values.shape, dtype=np.float32) < ZERO_SHARE] = 0
@@ -111,7 +114,7 @@ def _integers(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Seq
     return sparse("query"), sparse("key"), sparse("value"), sparse("grad_output")
 
 
-def _needle(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _needle(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     """Keys are vectors of signs. A query is the sum of two keys, so both have the same score."""
     _, _, value, grad_output = _gaussian(shape, mask, rng, sequences)
     key = rng.choice(np.array([-1, 1], np.float32), shape.of("key"))
@@ -119,12 +122,12 @@ def _needle(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Seque
     query = np.zeros(shape.of("query"), np.float32)
     for each in sequences:
         last, earlier = _two_keys(each, mask, draws[each.index, :, : each.num_queries])
-        _point(query, key, each, np.broadcast_to(last, earlier.shape))
+        _point(query, key, each, last)
         _point(query, key, each, earlier)
     return _needle_factor(shape) * query, key, value, grad_output
 
 
-def _one_key(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _one_key(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     """Keys are vectors of signs. A query is twice one of its visible keys, which gets nearly all of the weight."""
     _, _, value, grad_output = _gaussian(shape, mask, rng, sequences)
     key = rng.choice(np.array([-1, 1], np.float32), shape.of("key"))
@@ -149,55 +152,60 @@ def _point(query: Array, key: Array, sequence: SeqlenInfo, chosen: Array) -> Non
         query[sequence.batch, sequence.queries, head] += keys[chosen[head]]
 
 
-def _two_keys(sequence: SeqlenInfo, mask: Mask, draws: Array) -> tuple[Array, Array]:
-    """Returns the last visible key of each row (num_queries), and an earlier one (num_heads, num_queries).
+def _two_keys(sequence: SeqlenInfo, mask: AnyMask, draws: Array) -> tuple[Array, Array]:
+    """Returns the last visible key of each row, and an earlier one; both are (num_heads, num_queries).
 
     draws: random numbers in [0, 1) that choose the earlier key. A row with a single visible key gets it twice; a row
     without visible keys gets key 0.
     """
-    last = np.zeros(sequence.num_queries, np.int64)
-    earlier = np.zeros(draws.shape, np.int64)
-    for rows, columns, starts, counts in _visible(sequence, mask):
-        last[rows] = columns[starts + counts - 1]
-        rank = (draws[:, rows] * np.maximum(counts - 1, 1)).astype(np.int64)
-        earlier[:, rows] = columns[starts + rank]
+    last, earlier = np.zeros((2, *draws.shape), np.int64)
+    for heads, rows, columns, starts, counts in _visible(sequence, mask):
+        last[heads, rows] = columns[starts + counts - 1]
+        rank = (draws[heads, rows] * np.maximum(counts - 1, 1)).astype(np.int64)
+        earlier[heads, rows] = columns[starts + rank]
     return last, earlier
 
 
-def _any_key(sequence: SeqlenInfo, mask: Mask, draws: Array) -> Array:
+def _any_key(sequence: SeqlenInfo, mask: AnyMask, draws: Array) -> Array:
     """Returns a visible key of each row, (num_heads, num_queries), that `draws` in [0, 1) chooses; key 0 for none."""
     chosen = np.zeros(draws.shape, np.int64)
-    for rows, columns, starts, counts in _visible(sequence, mask):
-        chosen[:, rows] = columns[starts + (draws[:, rows] * counts).astype(np.int64)]
+    for heads, rows, columns, starts, counts in _visible(sequence, mask):
+        chosen[heads, rows] = columns[starts + (draws[heads, rows] * counts).astype(np.int64)]
     return chosen
 
 
-def _visible(sequence: SeqlenInfo, mask: Mask) -> Iterator[tuple[Array, Array, Array, Array]]:
-    """Yields rows that see keys, the visible keys of all of them one after another, and each row's start and count."""
+def _visible(sequence: SeqlenInfo, mask: AnyMask) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
+    """Yields heads, their rows that see keys, the visible keys of all of these one after another, and each row's start
+    and count. Heads come together, or each alone if their ranges of keys differ."""
     keys = np.arange(sequence.num_keys)[None, :]
-    for start in range(0, sequence.num_queries, ROW_BLOCK):
+    lists = 1 if isinstance(mask, Mask) else mask.key_start.shape[1]
+    parts = [slice(head, head + 1) for head in range(lists)] if lists > 1 else [slice(None)]
+    for heads, start in itertools.product(parts, range(0, sequence.num_queries, ROW_BLOCK)):
         rows = np.arange(start, min(start + ROW_BLOCK, sequence.num_queries))
-        seen = mask.sees(rows[:, None], keys, sequence.num_queries, sequence.num_keys)
+        if isinstance(mask, Mask):
+            seen = mask.sees(rows[:, None], keys, sequence.num_queries, sequence.num_keys)
+        else:
+            seen = mask.sees(sequence.index, heads.start or 0, rows[:, None], keys, sequence.num_keys)
         seen = np.broadcast_to(seen, (rows.size, keys.size))
         counts = seen.sum(axis=1)
         some = counts > 0
         rows, counts = rows[some], counts[some]
-        yield rows, np.nonzero(seen)[1], np.cumsum(counts) - counts, counts
+        yield heads, rows, np.nonzero(seen)[1], np.cumsum(counts) - counts, counts
 
 
-def _equal_keys(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _equal_keys(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     query, key, value, grad_output = _gaussian(shape, mask, rng, sequences)
     key[:, 1:] = key[:, :1]
     return query, key, value, grad_output
 
 
-def _zero_scores(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _zero_scores(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     query, key = (np.zeros(shape.of(name), np.float32) for name in NAMES[:2])
     value, grad_output = (rng.integers(-2, 3, shape.of(name)).astype(np.float32) for name in NAMES[2:])
     return query, key, value, grad_output
 
 
-def _saturated(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _saturated(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     """All scores of a row are SATURATED_SCORE, or all are -SATURATED_SCORE."""
     _, _, value, grad_output = _gaussian(shape, mask, rng, sequences)
     size = math.sqrt(SATURATED_SCORE / math.sqrt(shape.head_dim))
@@ -206,7 +214,7 @@ def _saturated(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Se
     return query, np.full(shape.of("key"), size, np.float32), value, grad_output
 
 
-def _rising(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _rising(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     """Keys are one vector of signs, times the level of their block; the queries of some rows are that vector, enlarged.
 
     A forward visits the last keys first. The scores of these rows are integers times the scale. The others are normal.
@@ -223,12 +231,12 @@ def _rising(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Seque
     return np.where(rises, factor * signs, query), key, value, grad_output
 
 
-def _one_sign(shape: Shape, mask: Mask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
+def _one_sign(shape: Shape, mask: AnyMask, rng: np.random.Generator, sequences: Sequences) -> Tensors:
     query, key, value, grad_output = _gaussian(shape, mask, rng, sequences)
     return query, key, np.abs(value), np.abs(grad_output)
 
 
-FAMILIES: dict[str, Callable[[Shape, Mask, np.random.Generator, Sequences], Tensors]] = {
+FAMILIES: dict[str, Callable[[Shape, AnyMask, np.random.Generator, Sequences], Tensors]] = {
     "gaussian": _gaussian,
     "gaussian_x3": _gaussian_x3,
     "integers": _integers,
@@ -246,7 +254,7 @@ def draw_bias(
     family: str,
     size: Sequence[int],
     dtype: str,
-    mask: Mask,
+    mask: AnyMask,
     rng: np.random.Generator,
     sequences: Sequences,
 ) -> Array:
@@ -266,19 +274,14 @@ def draw_bias(
     elif family == "lowest":
         bias[rng.random(bias.shape) < LOWEST_SHARE] = MOST_NEGATIVE[dtype]
         for each in sequences:
-            rows, keys = _first_visible(each, mask)
             number = each.index if bias.shape[0] > 1 else 0
-            row, key = (part if length > 1 else 0 * part for part, length in zip((rows, keys), size[2:], strict=True))
-            bias[number, :, row, key] = 0
+            for heads, rows, columns, starts, _ in _visible(each, mask):
+                its_heads, first = heads if size[1] > 1 else slice(None), columns[starts]
+                row, key = (
+                    part if length > 1 else 0 * part for part, length in zip((rows, first), size[2:], strict=True)
+                )
+                bias[number, its_heads, row, key] = 0
     return bias
-
-
-def _first_visible(sequence: SeqlenInfo, mask: Mask) -> tuple[Array, Array]:
-    """Returns every row that sees keys, and the first key that it sees."""
-    found = [(rows, columns[starts]) for rows, columns, starts, _ in _visible(sequence, mask)]
-    empty = np.zeros(0, np.int64)
-    rows, keys = (np.concatenate([empty, *part]) for part in zip(*found, strict=True)) if found else (empty, empty)
-    return rows, keys
 
 
 BIAS_FAMILIES = ("gaussian", "lowest", "hidden_rows")

@@ -9,7 +9,7 @@ from typing import Final
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import OPERAND_BYTES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import OPERAND_BYTES, RANGE_EDGES, ROW_ALIGNMENT_BYTES, Tensor
 
 
 def _padded(tensor: Tensor) -> Tensor:
@@ -52,6 +52,50 @@ LAYOUTS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 def of_problem(problem: Problem, layout: str) -> Problem:
     """The same problem with every tensor in that layout."""
     return problem.replace(**{name: LAYOUTS[layout](tensor) for name, tensor in problem.tensors().items()})
+
+
+def _interleaved(edge: Tensor) -> Tensor:
+    """Every second element of each row."""
+    return replace(edge, strides=tuple(2 * step for step in edge.strides))
+
+
+def _rows_first(edge: Tensor) -> Tensor:
+    """(rows, batch, heads) in memory."""
+    batch, heads, _ = edge.shape
+    return replace(edge, strides=(heads, 1, batch * heads))
+
+
+def _unchanged(edge: Tensor) -> Tensor:
+    return edge
+
+
+# Of contiguous (batch, heads, rows) starts and ends of ranges of keys.
+RANGE_LAYOUTS: Final[dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]] = {
+    "dense": (_unchanged, _unchanged),
+    "interleaved": (_interleaved, _interleaved),
+    "rows_first": (_rows_first, _rows_first),
+    "mixed": (_interleaved, _rows_first),
+    "broadcast": (_unchanged, _unchanged),
+}
+
+
+def range_edges(problem: Problem, layout: str) -> dict[str, Tensor]:
+    """The starts and ends of a problem's ranges of keys by name, {} for none; layout: a name of RANGE_LAYOUTS.
+
+    With "broadcast" axes of size 1 have the problem's size and stride 0.
+    """
+    found = {}
+    for name, place in zip(RANGE_EDGES, RANGE_LAYOUTS[layout], strict=True):
+        edge: Tensor | None = getattr(problem, name)
+        if edge is None:
+            continue
+        if layout == "broadcast":
+            axes = zip(edge.shape, edge.strides, strict=True)
+            steps = tuple(step if size > 1 else 0 for size, step in axes)
+            found[name] = replace(edge, shape=problem.shape.range_edges, strides=steps)
+        else:
+            found[name] = place(edge)
+    return found
 
 
 def bias_tensor(spec: ProblemSpec, layout: str) -> Tensor:

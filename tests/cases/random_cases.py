@@ -18,9 +18,10 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
-from cutlass_py_attn.problem.tensors import FLOAT8
+from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from cutlass_py_attn.testing.guarded_check import is_exact
+from cutlass_py_attn.testing.layouts import RANGE_LAYOUTS
 
 RESIDENT_DIMS: Final = (8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 128, 160, 192, 256, 1, 3, 17, 33, 36, 38, 100)
 SPLIT_DIMS: Final = (257, 288, 320, 512, 520, 1024)  # head dims that sm80 kernels split over blocks
@@ -136,6 +137,28 @@ BIAS_BACKWARD_KEYS: Final = (64, 128, 136, 200, 264, 400, 520)
 PROMPTS_FROM: Final = 500_000
 # Kernel numbers from here on are those of forwards of wide heads.
 WIDE_FROM: Final = 600_000
+# Kernel numbers from here on are those of ranges of keys: forwards and backwards in turn, with (head_dim,
+# head_dim_value; 0 for the same), grouped heads or not, sinks or not.
+RANGES_FROM: Final = 700_000
+RANGES_DIMS: Final = {
+    "forward": (
+        (128, 0), (64, 0), (128, 0), (64, 0), (96, 0), (32, 0), (256, 0), (128, 0), (192, 128), (64, 0), (80, 48),
+        (128, 0), (8, 0), (40, 0), (192, 0), (104, 128),
+    ),
+    "backward": (
+        (128, 0), (64, 0), (128, 0), (64, 0), (96, 0), (32, 0), (128, 0), (72, 0), (64, 0), (128, 64), (8, 0), (40, 0),
+        (64, 128), (104, 0), (128, 0), (64, 0),
+    ),
+}  # fmt: skip
+RANGES_LENGTHS: Final = (1, 2, 31, 63, 64, 65, 127, 128, 129, 190, 257, 300, 384, 520, 700)
+RANGES_MASKS: Final = ("full", "full", "full", "causal", "causal", "causal_br", "local")
+RANGE_FAMILIES: Final = (
+    "", "", "", "runs", "runs", "runs", "documents", "documents", "documents100", "documents128", "prefix", "prefix90",
+    "window", "window", "window17", "window128", "lengths", "lengths", "causal", "all",
+)  # fmt: skip
+RANGES_SCALES: Final = {"forward": (0.0, 0.0, 0.1), "backward": (0.0, 0.0, 0.1, -0.05)}  # 0 for none
+RANGE_AXES: Final = ("11", "11", "b1", "1h", "bh", "bh")
+RANGES_MANY_SHARE: Final = 0.05  # of problems with more (sequence, head) pairs than SMs
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +190,8 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= RANGES_FROM:
+        return _draw_ranges(kernel - RANGES_FROM, np.random.default_rng((kernel, run)))
     if kernel >= WIDE_FROM:
         drawn, rng = _draw_wide(np.random.default_rng(kernel)), np.random.default_rng((kernel, run))
         return _with_inputs(_draw_case(drawn, rng), rng)
@@ -494,6 +519,35 @@ def _draw_bias_backward(number: int, rng: np.random.Generator) -> Case:
     layout = ALIGNED_LAYOUTS[number % len(ALIGNED_LAYOUTS)]
     philox_seed = int(rng.integers(1, 2**62)) if spec.dropout_p else 0
     case = Case("backward", spec, layout=layout, philox_seed=philox_seed, seed=int(rng.integers(0, 2**31)))
+    return _with_inputs(case, rng)
+
+
+def _draw_ranges(number: int, rng: np.random.Generator) -> Case:
+    """A problem with ranges of keys. number: of the kernel."""
+    direction, place = DIRECTIONS[number % 2], number // 2
+    head_dim, head_dim_value = RANGES_DIMS[direction][place % len(RANGES_DIMS[direction])]
+    has_many = rng.random() < RANGES_MANY_SHARE
+    group = int(_pick(rng, GROUPS)) if place % 3 == 1 else 1
+    heads = group * int(_pick(rng, (1, 2, 3)))
+    batch = 150 // heads if has_many else int(_pick(rng, (1, 2, 3)))
+    spec = ProblemSpec(
+        ("bfloat16", "float16")[place // 2 % 2],
+        head_dim,
+        num_queries=int(_pick(rng, RANGES_LENGTHS)),
+        num_keys=int(_pick(rng, RANGES_LENGTHS)),
+        batch=batch,
+        num_heads=heads,
+        head_dim_value=head_dim_value,
+        num_heads_key=heads // group,
+        mask=_mask_of_form(str(_pick(rng, RANGES_MASKS)), rng),
+        scale=float(_pick(rng, RANGES_SCALES[direction])) or None,
+        sinks=place % 5 == 3,
+        grad_logsumexp=direction == "backward" and bool(rng.random() < 0.3),
+        ranges=str(_pick(rng, RANGE_AXES)),
+        range_family=str(_pick(rng, RANGE_FAMILIES)),
+    )
+    layout, range_layout = str(_pick(rng, ALIGNED_LAYOUTS)), str(_pick(rng, tuple(RANGE_LAYOUTS)))
+    case = Case(direction, spec, layout=layout, range_layout=range_layout, seed=int(rng.integers(0, 2**31)))
     return _with_inputs(case, rng)
 
 

@@ -8,6 +8,7 @@ whose kernel is absent does not fail in the way that is looked for.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from cutlass_py_attn.testing.cases import Case
 
 MAX_TRIES: Final = 400
 SMALL_DIM: Final = 64
+SIMPLE_RANGES: Final = ("all", "causal", "runs")  # families of ranges of keys, the simplest first
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = MAX_TRIES) -> Case:
@@ -109,11 +111,15 @@ def _simpler_numbers(case: Case) -> Iterator[Case]:
     for name in ("window_size", "window_left", "window_right"):
         for size in _smaller_numbers(getattr(mask, name, None) or 0):
             yield case.replace(mask=dataclasses.replace(mask, **{name: size}))
+    if spec.ranges:
+        yield case.replace(ranges="11")
+        simple = itertools.takewhile(lambda family: family != spec.range_family, SIMPLE_RANGES)
+        yield from (case.replace(range_family=family) for family in simple)
 
 
 def _simpler_inputs(case: Case) -> Iterator[Case]:
     defaults = {field.name: field.default for field in dataclasses.fields(case)}
-    for name in ("inputs", "bias_inputs", "layout", "bias_layout", "table", "invariant"):
+    for name in ("inputs", "bias_inputs", "layout", "bias_layout", "range_layout", "table", "invariant"):
         if getattr(case, name) != defaults[name]:
             yield case.replace(**{name: defaults[name]})
 
@@ -124,6 +130,8 @@ def _without_features(case: Case) -> Iterator[Case]:
     if spec.bias:
         without = {"bias": "", "bias_gradient": "", "gradients": _gradients(spec, "b")}
         yield _replaced(case, **without, bias_inputs="gaussian", bias_layout="dense")
+    if spec.ranges:
+        yield _replaced(case, ranges="", range_family="").replace(range_layout="dense")
     if spec.sinks:
         yield _replaced(case, sinks=False, gradients=_gradients(spec, "s"))
     if spec.dropout_p:

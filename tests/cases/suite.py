@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
+from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.testing.cases import ARCH, Case, builds_of
 from tests.cases import (
+    block_masks,
     context_cases,
     covering_cases,
     decode_cases,
@@ -358,6 +360,48 @@ SHARED_QUERIES: Final = _cases(
     "backward bf16_d96_q700_s500_b5_h7_full inputs=rising",
 )
 
+# Ranges of keys: bands beside them, axes, memory layouts, head dims, grouped heads and sinks. Some queries see no key,
+# whole query tiles among them, some keys no query, some heads nothing, and ranges leave the keys.
+RANGES: Final = _cases(
+    *(
+        f"{direction} {name}"
+        for direction in DIRECTIONS
+        for name in (
+            "bf16_d128_q515_s640_b2_h4_full_rangesbh",
+            "bf16_d128_q300_s420_b2_h4k2_causal_rangesb1 range_layout=mixed inputs=needle",
+            "f16_d128_q700_s700_b1_h3_full_ranges1hruns range_layout=rows_first",
+            "bf16_d128_s640_b2_h2_causal_ranges11documents inputs=gaussian_x3",
+            "bf16_d128_s640_b3_h2_causal_rangesb1documents128 range_layout=broadcast",
+            "bf16_d128_q130_s2300_b1_h2_full_rangesb1lengths range_layout=broadcast inputs=rising",
+            "bf16_d128_s515_b2_h6k2_causal_rangesb1prefix_sinks",
+            "bf16_d64_q515_s640_b2_h4_full_rangesbh inputs=needle",
+            "f16_d64_q700_s700_b1_h6k2_causal_br_rangesbhruns range_layout=interleaved",
+            "bf16_d64_s640_b2_h3_full_ranges1hwindow layout=packed",
+            "bf16_d64_s700_b1_h2_window_left200_right30_ranges11prefix300",
+            "bf16_d64_q333_s257_b2_h4_full_rangesb1_sinks inputs=one_key",
+            "bf16_d96_q300_s420_b2_h2_causal_rangesbhdocuments100",
+            "f16_d32_q300_s420_b2_h4k1_full_rangesbh",
+            "bf16_d8_q300_s420_b1_h2_full_ranges11runs",
+            "f16_d104_q200_s130_b2_h2_full_rangesb1 layout=padded",
+            "bf16_d128v64_q129_s300_b2_h3_full_rangesbhruns",
+            "bf16_d64v128_q129_s300_b2_h3_causal_rangesbhruns",
+            # Everything, nothing but the diagonal, a single query, a single key, and no key at all.
+            "bf16_d128_q257_s385_b1_h2_full_ranges11all",
+            "bf16_d64_s300_b1_h2_full_ranges11window1 inputs=zero_scores",
+            "bf16_d128_q1_s300_b3_h2_full_rangesbh seed=3",
+            "bf16_d64_q300_s1_b2_h2_full_rangesbh",
+            # More work tiles than a slice of the list has records, and more heads than multiprocessors.
+            "bf16_d64_q1100_s200_b10_h20_full_rangesbhruns",
+            "bf16_d128_s300_b60_h3_causal_rangesb1documents",
+        )
+    ),
+    "forward bf16_d192v128_q300_s420_b2_h4k2_full_rangesbh",
+    "forward f16_d256_q300_s420_b2_h2_causal_ranges1hruns inputs=needle",
+    "forward bf16_d192_q300_s420_b1_h2_full_rangesb1documents",
+    "backward bf16_d128_q300_s420_b2_h4k2_causal_rangesbhruns_gradlse_sinks_scale-0.05",
+    "backward f16_d64_q300_s420_b2_h2_full_rangesbh_gradlse",
+)
+
 # The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).
 SPLIT_ROWS: Final = _cases(
     *(
@@ -525,6 +569,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *GRAD_BIAS,
         *GRAD_BIAS_SUMS,
         *SHARED_QUERIES,
+        *RANGES,
         *SPLIT_ROWS,
         *JAX_HANDLERS,
     )
@@ -542,5 +587,6 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         context_cases.builds(arch),
         builds_of(cases, arch),
         builds_of(e4m3_cases(), arch),
+        block_masks.builds() if architecture(arch).has_wgmma else (),
     )
     return list(dict.fromkeys(itertools.chain.from_iterable(parts)))

@@ -262,8 +262,8 @@ def test_what_decides_a_build_is_no_source() -> None:
     ("body", "holds", "lacks"),
     [
         (("forward", "sm80", ""), "kernels/sm80/forward.py", "kernels/sm80/backward.py"),
-        (("forward", "sm80", "split_d"), "kernels/sm80_split_d/layout.py", "kernels/sm90/forward.py"),
-        (("forward", "sm90", "multicast"), "kernels/sm90/layout.py", "kernels/decode/layout.py"),
+        (("forward", "sm80", "split_d"), "kernels/sm80_split_d/layout.py", "kernels/sm90_forward/forward.py"),
+        (("forward", "sm90", "multicast"), "kernels/sm90_forward/layout.py", "kernels/decode/layout.py"),
         (("backward", "sm90", "2cta"), "kernels/sm90_backward_2cta/grad_query.py", "kernels/decode/forward.py"),
         (("forward", "decode", ""), "kernels/decode/layout.py", "kernels/backward_parts/grad_query_accum.py"),
     ],

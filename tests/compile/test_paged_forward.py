@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_KV
 from cutlass_py_attn.plan import planner
@@ -38,7 +38,7 @@ def reads(recipe: TensorMap, coordinates: tuple[int, ...], row: int) -> int | No
 @pytest.mark.parametrize(("page_size", "row"), [(16, 0), (16, 112), (64, 64), (256, 128)])
 def test_boxes_read_the_rows_of_their_page(pool: str, page_size: int, row: int) -> None:
     """TMA reads zeros outside of a map and wraps addresses at 64 bits."""
-    from cutlass_py_attn.kernels.sm90 import paged_loads
+    from cutlass_py_attn.kernels.sm90_common import paged_loads
 
     problem = PagedCase(NAME, page_size, ((1, 3000),), pool=pool).problem()
     plan = next(plan for plan in planner.plans(problem, "sm_90a") if plan.build.family == "sm90")
@@ -66,7 +66,7 @@ def test_boxes_read_the_rows_of_their_page(pool: str, page_size: int, row: int) 
 def test_each_number_of_boxes_has_code(name: str) -> None:
     """The producer has a branch for each page size, and leaves a tile of an unknown number of boxes empty."""
     from cutlass_py_attn.kernels.common.layout import most_box_rows
-    from cutlass_py_attn.kernels.sm90 import paged_loads
+    from cutlass_py_attn.kernels.sm90_common import paged_loads
 
     build = build_of(PagedCase(name, 16), "sm90")
     loads, tile_n = paged_loads.PagedLoads(build), tma_tiles(build)["key"][0]

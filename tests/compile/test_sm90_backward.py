@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.kernels.backward_parts import grad_bias_layout as grad_bias_smem
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
-from cutlass_py_attn.kernels.sm90.layout import grad_query_piece
+from cutlass_py_attn.kernels.sm90_backward import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_backward.layout import grad_query_piece
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
@@ -410,7 +411,7 @@ def test_machine_code(plan: Plan, machine_code: MachineCode) -> None:
     assert len(re.findall(r"red\.release\.gpu", main)) == (releases if build.deterministic else 0)
     loaded, stored = (
         sum(columns * 2 // swizzle_bytes(columns) for _, columns in tiles.values())
-        for tiles in (sm90_smem.tma_tiles(build), sm90_smem.stored_tiles(build))
+        for tiles in (tma_tiles(build), sm90_smem.stored_tiles(build))
     )
     axes = 5 if build.has("varlen") else 4
     assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d\.shared::cta", main)) == loaded

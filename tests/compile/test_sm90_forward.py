@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.kernels import families
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_common.layout import num_stages, tma_tiles
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.kernels.sm90_family import tiles as plan_table
+from cutlass_py_attn.kernels.sm90_forward.layout import splits_key_loop
 from cutlass_py_attn.launch.arch import architecture, targets
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import swizzle_bytes
@@ -88,7 +89,7 @@ def test_the_last_axis_of_variable_lengths_steps_forward(row: int, family: str) 
 def test_dropout_prefetches_the_bits_of_several_key_tiles(dim: int, queries: int, tiles: int) -> None:
     """As many as fit into shared memory, beside two query tiles if those fit."""
     build = planner.plan(forward(dim, dim).replace(dropout_p=0.1), "sm_90a").build
-    assert sm90_smem.num_stages(build)["query"] == queries
+    assert num_stages(build)["query"] == queries
     assert build.buffer("dropout_bits").bytes == tiles * build.tile_m * build.tile_n // 8
     assert build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
 
@@ -147,7 +148,7 @@ def test_plans_fit_and_come_back_from_json(dims: tuple[int, int]) -> None:
     assert plan.build.shared_memory_bytes <= architecture("sm_90a").shared_memory_per_block
     assert Plan.from_json(plan.to_json()) == plan
     assert f"fwd_sm90_bf16_d{dims[0]}" in plan.explain()
-    slots, barriers = sm90_smem.num_stages(plan.build), plan.build.buffer("barriers")
+    slots, barriers = num_stages(plan.build), plan.build.buffer("barriers")
     assert barriers.bytes == 16 * sum(slots.values())
     # The next query tile is loaded early if two fit.
     assert slots == {"query": 1 if dims in ((192, 128), (256, 256)) else 2, "key": 2, "value": 2}
@@ -279,8 +280,8 @@ def test_machine_code(build: Build, machine_code: MachineCode) -> None:
     # Each GEMM is issued in each loop over key tiles and either before or after the loops. If two query tiles fit, S of
     # the next work tile is issued after the loops as well. With option speculative, S is issued again to repeat a tile
     # without a mask, with option halves in two parts.
-    loops = {"full": 1, "causal": 2, "local": 3}[build.mask] if sm90_smem.splits_key_loop(build) else 1
-    times = loops + sm90_smem.num_stages(build)["query"]
+    loops = {"full": 1, "causal": 2, "local": 3}[build.mask] if splits_key_loop(build) else 1
+    times = loops + num_stages(build)["query"]
     values = (loops + 1) * rows * build.tile_n // 16
     whole, parts = 2 * (SPECULATIVE in build.options), 1 + (HALVES in build.options)
     expected = [
@@ -289,7 +290,7 @@ def test_machine_code(build: Build, machine_code: MachineCode) -> None:
         *[str(build.columns_value)] * values,
     ]
     assert sorted(products) == sorted(expected)
-    strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in sm90_smem.tma_tiles(build).values())
+    strips = sum(columns * 2 // swizzle_bytes(columns) for _, columns in tma_tiles(build).values())
     axes = 5 if build.has("varlen") else 4
     assert len(re.findall(rf"cp\.async\.bulk\.tensor\.{axes}d", made.ptx)) == strips
     assert len(re.findall(r"setmaxnreg\.(?:inc|dec)", made.ptx)) == 2

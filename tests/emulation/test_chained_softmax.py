@@ -1,4 +1,4 @@
-"""kernels/sm90/chained_softmax.py and softmax_poly_exp2.py: their machine code on given scores, executed."""
+"""kernels/sm90_forward/chained_softmax.py and softmax_poly_exp2.py: their machine code on given scores, executed."""
 
 from __future__ import annotations
 

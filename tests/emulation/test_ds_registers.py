@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.artifact import Artifact
-from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.kernels.sm90_common import shared_tiles
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""kernels/sm90/forward.py with options: its machine code, executed with all warp roles and barriers.
+"""kernels/sm90_forward/forward.py with options: its machine code, executed with all warp roles and barriers.
 
 The weights of a key tile use the maxima before it, and the tile is computed again where a score exceeds them by far.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.kernels.sm90_common import shared_tiles
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan

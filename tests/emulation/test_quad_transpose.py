@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cutlass_py_attn.kernels.common import quad_transpose
-from cutlass_py_attn.kernels.sm90 import softmax_poly_exp2
+from cutlass_py_attn.kernels.sm90_forward import softmax_poly_exp2
 
 LANES = np.arange(4)
 

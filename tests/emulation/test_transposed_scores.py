@@ -1,4 +1,4 @@
-"""kernels/sm90/transposed_scores.py: its machine code, without products, executed against the formula."""
+"""kernels/sm90_backward/transposed_scores.py: its machine code, without products, executed against the formula."""
 
 from __future__ import annotations
 

@@ -21,11 +21,10 @@ from tests.support.ptx_threads import WARP, Array, as_type
 
 
 class BackwardBlock(AsyncCopies):
-    """One thread block of a launch of one batch."""
+    """One thread block of a launch."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.special["%ctaid.z"] = np.zeros(len(self.counters), np.uint64)
         self.sums: dict[int, deque[Callable[[], None]]] = defaultdict(deque)  # by warp: reductions and stores to do
 
     def run(self) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.plan.plan import Launch, Plan, TensorMap
+from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import FLOAT8, ITEM_BYTES, OPERAND_BYTES, Tensor
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.runtime.arrays import numpy_dtype
@@ -460,13 +461,14 @@ class EmulatedBlock(FloatThreads):
             a, b = (as_type(x, modifiers[-1]).astype(np.int64) for x in v)
             return (a * b >> bits_of(op)).view(np.uint64)
         if kind == "redux":
-            assert modifiers[1] == "add"
-            return v[0].reshape(-1, WARP).sum(axis=1).repeat(WARP)
+            of_warp = as_type(v[0], modifiers[-1]).reshape(-1, WARP)
+            reduced = {"add": of_warp.sum, "max": of_warp.max, "min": of_warp.min}[modifiers[1]](axis=1)
+            return reduced.astype(np.int64).view(np.uint64).repeat(WARP)
         return super().result(op, v)
 
 
 def emulate(
-    case: Case,
+    case: Case | Problem,
     plan: Plan,
     ptx: str,
     arrays: dict[str, Array],
@@ -478,10 +480,10 @@ def emulate(
 ) -> dict[str, Array]:
     """Executes the launches of a plan, and returns its outputs; NaN where nothing was written.
 
-    arrays: the inputs of the case. block: executes one thread block. outputs: their names. AssertionError if a byte
-    outside of the outputs and the workspace changed.
+    arrays: the inputs of the case. block: executes one thread block. outputs: their names, and those of workspace
+    buffers, which are returned as int32. AssertionError if a byte outside of the outputs and the workspace changed.
     """
-    problem = case.problem()
+    problem = case if isinstance(case, Problem) else case.problem()
     logsumexp = Tensor.contiguous(problem.shape.logsumexp, "float32")
     tensors = {**problem.tensors(), **problem.vectors(), "logsumexp": logsumexp}
     random = np.random.default_rng(seed)
@@ -522,8 +524,15 @@ def emulate(
                 entry[0], number, launch, memory, values.view(np.uint8), addresses, plan.build.dtype, is_eager=is_eager,
                 seed=seed,
             ).run()  # fmt: skip
-    found = {}
+    sizes = {buffer.name: buffer.bytes for buffer in plan.workspace.buffers}
+    found = {
+        name: memory[buffers[name] : buffers[name] + size].view(np.int32).copy()
+        for name, size in sizes.items()
+        if name in outputs
+    }
     for name in outputs:
+        if name in found:
+            continue
         tensor = tensors[name]
         views = [strided(data[addresses[name] :].view(numpy_dtype(tensor.dtype)), tensor) for data in (memory, before)]
         found[name] = views[0].copy()

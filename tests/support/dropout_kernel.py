@@ -10,9 +10,9 @@ from cutlass import Int8, Int32, Int64, Uint32
 from cutlass_py_attn.kernels.common import dropout, mma_sync, params, seqlen_info, wgmma
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.component_gemms.products import matmul_qk
-from cutlass_py_attn.kernels.sm90 import dropout_transposed
-from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.swap_ab import PairCoordinate, swap_view
+from cutlass_py_attn.kernels.sm90_backward import dropout_transposed
+from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90_common.swap_ab import PairCoordinate, swap_view
 from cutlass_py_attn.launch.build import Build
 
 SYMBOL = "keep_bytes"

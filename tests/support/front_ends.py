@@ -18,6 +18,8 @@ from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import spec
+from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import DIRECTIONS, KEY_ROPE, Tensor
 from cutlass_py_attn.runtime.arrays import numpy_dtype
@@ -133,13 +135,20 @@ def options_of(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The options of both directions."""
     seeds = arrays if problem.philox_on_device else SEEDS
     return {
-        "mask": problem.mask,
+        "mask": mask_of(problem, arrays),
         "scale": problem.scale,
         "softcap": problem.softcap,
         "dropout": Dropout(problem.dropout_p, *(seeds[name] for name in SEEDS)) if problem.dropout_p else None,
         "sequences": sequences_of(problem, arrays),
         **{name: arrays.get(name) for name in ("bias", "alibi_slopes", "sinks")},
     }
+
+
+def mask_of(problem: Problem, arrays: Mapping[str, Any]) -> Mask | KeyRanges:
+    """The option `mask`, with the arrays of ranges of keys."""
+    if not problem.form.has_ranges:
+        return problem.mask
+    return KeyRanges(arrays["key_start"], arrays["key_end"], problem.mask)
 
 
 def sequences_of(problem: Problem, arrays: Mapping[str, Any]) -> VariableLength | Paged | None:

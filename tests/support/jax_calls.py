@@ -15,7 +15,7 @@ from cutlass_py_attn.problem.tensors import KEY_ROPE, Tensor
 from tests.support.bundle_hosts import WORKSPACE
 from tests.support.fake_driver import FakeDriver
 from tests.support.fakes import artifact
-from tests.support.front_ends import plan_calls, planned, sequences_of, without_cleared_results
+from tests.support.front_ends import mask_of, plan_calls, planned, sequences_of, without_cleared_results
 from tests.support.native_frames import Call
 
 TERMS = ("bias", "alibi_slopes", "sinks")
@@ -81,7 +81,7 @@ def _function(problem: Problem) -> Any:
 
 def _attend(problem: Problem, arrays: dict[str, Any]) -> Any:
     options = {
-        "mask": problem.mask,
+        "mask": mask_of(problem, arrays),
         "scale": problem.scale,
         "sequences": sequences_of(problem, arrays),
         "kernels": artifact,

@@ -60,6 +60,9 @@ class FloatThreads(Threads):
             compared = COMPARISONS[modifiers[0].removesuffix("u")](a, b)
             return np.where(unordered, modifiers[0] not in COMPARISONS, compared)
         if kind == "vote":
+            if modifiers == ["sync", "ballot", "b32"]:
+                bits = (v[0] != 0).reshape(-1, WARP).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)
+                return bits.sum(axis=1).repeat(WARP)
             assert modifiers == ["sync", "any", "pred"], f"{op}: not emulated"
             return (v[0] != 0).reshape(-1, WARP).any(axis=1).repeat(WARP)
         if kind == "max" and "NaN" in modifiers:

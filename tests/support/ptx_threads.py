@@ -195,6 +195,7 @@ class Threads:
             "shfl": lambda: v[0][_partner(modifiers[1], v[1])],
             "prmt": lambda: _permuted(*v),
             "clz": lambda: bits - np.frexp(as_type(v[0], "u32").astype(np.float64))[1].astype(np.uint64),
+            "popc": lambda: np.bitwise_count(v[0].astype(np.uint32)).astype(np.uint64),
             "redux": lambda: np.bitwise_or.reduce(v[0].reshape(-1, WARP), axis=1).repeat(WARP),
         }
         return actions[kind]()

@@ -10,7 +10,7 @@ from typing import Any
 from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Window
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import RANGE_EDGES, Sequences, Shape, Tensor
 from tests.support.requests import LENGTHS, SHAPE, changed, dense, with_terms
 
 Refused = tuple[Problem, list[str]]  # "field: words of the rule", as for `refusals.expect`
@@ -24,6 +24,7 @@ SOFTCAP = "a number above 0 that float32 holds"
 RATIO = "0 or have a magnitude from 2**-126 to 2**126"
 WHOLE_BIAS = (2, 3, 40, 50)
 LONG = 2**29 + 1
+EDGES = "must be (2, 3, 40); the first two sizes may be 1"
 
 
 def shaped(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> Refused:
@@ -47,6 +48,17 @@ def sized(name: str, size: int) -> Problem:
     """Returns a problem with one size changed."""
     sizes: dict[str, Any] = {name: size}
     return dense(**sizes)
+
+
+def ranged(shape: tuple[int, ...] = (2, 3, 40), base: Problem | None = None, **changes: Any) -> Problem:
+    """Returns a problem with ranges of keys, of which the starts are changed."""
+    edge = Tensor.contiguous(shape, "int32")
+    return (base or dense()).replace(key_start=dataclasses.replace(edge, **changes), key_end=edge)
+
+
+def blocks(shape: tuple[int, ...] = (2, 3, 1, 1), dtype: str = "bool") -> Problem:
+    """Returns a problem with visible blocks of 128 x 128."""
+    return dense().replace(visible_blocks=Tensor.contiguous(shape, dtype))
 
 
 RANKS: dict[str, Refused] = {
@@ -296,4 +308,33 @@ TOGETHER: dict[str, Refused] = {
     ),
 }  # fmt: skip
 
-ALL: dict[str, Refused] = {**RANKS, **SIZES, **TERMS, **TENSORS, **OPTIONS, **GRADIENTS, **TOGETHER}
+RANGES: dict[str, Refused] = {
+    "queries of ranges": (ranged((2, 3, 41)), [f"{name}.shape: {EDGES}" for name in RANGE_EDGES]),
+    "batch of ranges": (ranged((3, 1, 40)), [f"{name}.shape: {EDGES}" for name in RANGE_EDGES]),
+    "axes of ranges": (ranged((3, 40)), [f"{name}.shape: {EDGES}" for name in RANGE_EDGES]),
+    "another shape of their ends": (
+        ranged().replace(key_end=Tensor.contiguous((1, 3, 40), "int32")),
+        ["key_end.shape: must be that of key_start"],
+    ),
+    "dtype of ranges": (ranged(dtype="int64"), ["key_start.dtype: int32"]),
+    "rank of the strides of ranges": (ranged(strides=(120, 40)), ["key_start.strides: a stride for each axis"]),
+    "strides of ranges": (ranged(strides=(2**62, 40, 1)), ["key_start.strides: fewer than 2**63 bytes"]),
+    "address of ranges": (ranged(alignment=2), ["key_start.alignment: the 4 bytes"]),
+    "starts alone": (ranged().replace(key_end=None), ["key_end: must come with key_start"]),
+    "ends alone": (ranged().replace(key_start=None), ["key_start: must come with key_end"]),
+    "no tensors of ranges": (
+        ranged().replace(key_start=3, key_end="4"),
+        [f"{name}: a Tensor, or None" for name in RANGE_EDGES],
+    ),
+    "ranges of packed sequences": (
+        ranged((1, 1, 25), dense(base=LENGTHS).replace(sequences=Sequences(2, 25, 30))),
+        ["sequences: None with key_start or visible_blocks"],
+    ),
+    "size of blocks": (dense().replace(block_size=(128, 0)), ["block_size: two ints above 0"]),
+    "no size of blocks": (dense().replace(block_size="128"), ["block_size: two ints above 0"]),
+    "shape of blocks": (blocks((2, 1, 1, 2)), ["visible_blocks.shape: (1 or 2, 1 or 3, 1, 1)"]),
+    "batch of blocks": (blocks((3, 1, 1, 1)), ["visible_blocks.shape: (1 or 2, 1 or 3, 1, 1)"]),
+    "dtype of blocks": (blocks(dtype="float32"), ["visible_blocks.dtype: bool or uint8"]),
+}
+
+ALL: dict[str, Refused] = {**RANKS, **RANGES, **SIZES, **TERMS, **TENSORS, **OPTIONS, **GRADIENTS, **TOGETHER}

@@ -11,9 +11,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass_py_attn.kernels.common import params, seqlen_info, tile_copy
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view
 from cutlass_py_attn.kernels.component_gemms.products import matmul_qk
-from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
-from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.kernels.sm90_backward.transposed_scores import TransposedScores
+from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90_common.swap_ab import swap_view
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 

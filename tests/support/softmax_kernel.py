@@ -9,8 +9,8 @@ from cutlass import Float32
 
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.kernels.common.softmax import multiply_rows
-from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
-from cutlass_py_attn.kernels.sm90.softmax_poly_exp2 import Exp2EmulatedSoftmax
+from cutlass_py_attn.kernels.sm90_forward.chained_softmax import ChainedSoftmax
+from cutlass_py_attn.kernels.sm90_forward.softmax_poly_exp2 import Exp2EmulatedSoftmax
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 

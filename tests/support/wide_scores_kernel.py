@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass_py_attn.kernels.common import params, seqlen_info
 from cutlass_py_attn.kernels.common.wgmma import Wgmma
 from cutlass_py_attn.kernels.component_gemms.products import matmul_qk
-from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
 from cutlass_py_attn.kernels.sm90_wide.backward_layout import Gradient
 from cutlass_py_attn.kernels.sm90_wide.scores import WideScores
 from cutlass_py_attn.launch import abi

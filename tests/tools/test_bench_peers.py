@@ -201,6 +201,7 @@ def test_lengths_are_the_memory_efficient_operator(torch: FakeTorch, direction: 
     (f"{SMALL}_softcap30", ()),
     (f"{SMALL}_alibi", ()),
     (f"{SMALL}_sinks", ()),
+    (f"{SMALL}_ranges11causal", ()),
     (f"{SMALL}_deterministic", ()),
     ("bf16_d128_q1_s8192_b64_h32k8_full_paged16", ()),
     ("bf16_d128_s256_b2_h4_full_paged16", ()),

@@ -13,7 +13,7 @@ import pytest
 
 from cutlass_py_attn.testing.cases import ARCH, SM90_ARCH, Case, builds_of
 from tests.cases import suite
-from tools.release import build_ptx
+from tools.release import build_ptx, record
 
 CASES = tuple(map(Case.parse, ("forward bf16_d64_s128_b1_h1_full", "forward bf16_d128_q1_s999_b1_h8k2_full")))
 
@@ -72,3 +72,14 @@ def test_one_family(built: Callable[..., tuple[list[Any], list[Any]]], family: s
     assert ("new term" in needed) == has_term
     archs = {choices[0].arch for choices in needed if choices != "new term"}
     assert archs == {SM90_ARCH if family == "sm90" else ARCH}
+
+
+def test_a_part_of_the_suite_is_compiled_alone(
+    built: Callable[..., tuple[list[Any], list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges of keys have kernels on sm_90a alone."""
+    ranges = [Case.parse(f"forward bf16_d64_s128_b1_h1_full_{word}") for word in ("ranges11", "rangesb1runs")]
+    monkeypatch.setattr(suite, "builds", lambda arch: builds_of((*CASES, *ranges), arch))
+    needed, commands = built("--only", "_ranges")
+    assert [record.name_of(choices[0]) for choices in needed] == ["sm_90a/fwd_sm90_bf16_d64_ranges_192x128"]
+    assert commands == []

@@ -134,7 +134,7 @@ def test_the_launch_covers_parameters_launchers_and_plans() -> None:
         "launch/entry_points",
         "launch/split_kv",
     )
-    kernels = ("kernels/sm80/kernel", "kernels/sm90/kernel", "kernels/decode/kernel")
+    kernels = ("kernels/sm80/kernel", "kernels/sm90_forward/kernel", "kernels/decode/kernel")
     assert {f"cutlass_py_attn/{name}.py" for name in (*plans, *kernels)} <= set(found)
 
 

@@ -14,7 +14,7 @@ from cutlass_py_attn.compilation import registry as compilation_registry
 from cutlass_py_attn.compilation.cache import Cache
 from cutlass_py_attn.errors import CompileError
 from cutlass_py_attn.kernels.catalogue import KERNELS
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.score_terms import registry
@@ -73,7 +73,7 @@ def test_a_feature_without_a_case_is_missing_from_each_body_that_has_it(feature:
 
 def test_a_new_feature_of_a_body_needs_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the committed features are compared with is what the catalogue says."""
-    kernel = dataclasses.replace(sm90.FORWARD, terms=(*sm90.FORWARD.terms, "temperature"))
+    kernel = dataclasses.replace(sm90_forward.FORWARD, terms=(*sm90_forward.FORWARD.terms, "temperature"))
     monkeypatch.setitem(KERNELS, ("forward", "sm90", ""), kernel)
     assert feature_ptx.missing(BUILDS.values()) == ["sm90 forward: no case has temperature"]
 

@@ -182,6 +182,7 @@ def test_values_in_the_keys_are_their_first_columns(interface: FakeInterface) ->
     ("bf16_d576v512_q1_s512_b2_h16k1_full_mla", True),
     (f"{DENSE}_bias", False),
     (f"{DENSE}_alibi", False),
+    (f"{DENSE}_ranges11causal", False),
     (f"{DENSE}_dropout0.1", False),
 ])  # fmt: skip
 def test_it_takes_what_it_has_an_argument_for(interface: FakeInterface, name: str, taken: bool) -> None:

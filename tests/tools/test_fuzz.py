@@ -17,7 +17,7 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import E4M3_CACHE, WIDE
 from cutlass_py_attn.plan.planner import builds_on, plan, plans_on
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
-from cutlass_py_attn.testing import guarded_check
+from cutlass_py_attn.testing import guarded_check, layouts
 from cutlass_py_attn.testing.cases import Case
 from tests.cases import random_cases
 from tests.support import fakes
@@ -38,7 +38,7 @@ def builds_of(case: Case) -> list[Build]:
 
 def drawn_of(name: str, runs: int) -> list[Case]:
     """That many cases of each kernel number of an option."""
-    return list(random_cases.cases(fuzz.KINDS[name].numbers, runs))
+    return list(random_cases.cases((fuzz.KINDS | fuzz.UNRECORDED)[name].numbers, runs))
 
 
 def artifact(build: Build) -> Artifact:
@@ -232,7 +232,7 @@ def test_a_record_of_another_format_is_missing(tmp_path: Path) -> None:
 
 
 def test_drawn_cases_have_every_input_family_dtype_and_few_queries() -> None:
-    drawn = drawn_of("variants", 3) + drawn_of("paged", 3) + drawn_of("mla", 3) + drawn_of("e4m3", 3)
+    drawn = [case for name in ("variants", "paged", "mla", "e4m3", "ranges") for case in drawn_of(name, 3)]
     counts = Counter(name for case in drawn for name, has in features.FEATURES.items() if has(case))
     assert set(counts) == set(features.FEATURES), set(features.FEATURES) - set(counts)
     decode = Counter(SHORT_NAMES[c.spec.dtype] for c in drawn if features.FEATURES["few queries against many keys"](c))
@@ -266,6 +266,47 @@ def test_the_listing_has_both_families(monkeypatch: pytest.MonkeyPatch, capsys: 
     (name, last) = capsys.readouterr().out.splitlines()
     assert name.startswith("sm_90a/fwd_sm90_bf16_d64_causal")
     assert last == "1 kernel: 1 sm90"
+
+
+def test_only_a_kind_is_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kinds that the record has not are drawn alone, and without --only none of them is."""
+    drawn: list[int] = []
+    monkeypatch.setattr(random_cases, "cases", lambda numbers, runs: drawn.extend(numbers) or [])
+    for arguments in ([], ["--only", "wide"], ["--only", "ranges", "--ranges", "2"]):
+        monkeypatch.setattr(sys, "argv", ["fuzz", "--list", *arguments])
+        assert fuzz.main() == 0
+        found, first = set(drawn), random_cases.RANGES_FROM
+        assert (
+            found
+            == {
+                0: set(fuzz.numbers_of(fuzz.KINDS)),
+                2: set(fuzz.KINDS["wide"].numbers),
+                4: {first, first + 1},
+            }[len(arguments)]
+        )
+        drawn.clear()
+    assert not set(fuzz.UNRECORDED) & set(fuzz.KINDS)
+    assert max(fuzz.numbers_of(fuzz.KINDS)) < random_cases.RANGES_FROM
+
+
+def test_the_numbers_of_ranges_draw_problems_that_kernels_take() -> None:
+    """A run with --only ranges has 3 000 and more, of every family, memory layout and axis, for few kernels."""
+    assert fuzz.UNRECORDED["ranges"].count * fuzz.RUNS >= 3000
+    drawn = drawn_of("ranges", 12)
+    assert all(Case.parse(case.line) == case and case.needs_kernels for case in drawn)
+    builds = {plan(case.problem(), "sm_90a").build for case in drawn}
+    assert len(builds) < 50
+    assert {build.mask for build in builds} == {"ranges"}
+    for direction in ("forward", "backward"):
+        ours = [case for case in drawn if case.direction == direction]
+        assert {case.spec.range_family for case in ours} == set(random_cases.RANGE_FAMILIES)
+        assert {case.range_layout for case in ours} == set(layouts.RANGE_LAYOUTS)
+        assert {case.spec.ranges for case in ours} == {"11", "b1", "1h", "bh"}
+        assert {case.spec.mask.form for case in ours} == {"full", "causal", "local"}
+        assert {case.spec.dtype for case in ours} == {"bfloat16", "float16"}
+        assert max(case.spec.batch * case.spec.num_heads for case in ours) > 132
+    empty = [not case.spec.key_ranges(case.seed).materialise(case.spec.num_keys).any(axis=3).all() for case in drawn]
+    assert 0.3 < np.mean(empty) < 0.9
 
 
 def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:

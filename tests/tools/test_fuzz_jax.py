@@ -39,6 +39,21 @@ def test_programs_of_fixed_seeds(part: int) -> None:
     assert sum(outcome.result == "" for outcome in outcomes) >= PROGRAMS - 1
 
 
+@pytest.mark.expected_seconds(20)
+def test_programs_with_ranges_of_keys() -> None:
+    """Those of kernels have only what kernels with ranges take."""
+    settings = replace(SETTINGS, has_ranges=True)
+    outcomes = fuzz_jax.run(range(60, 64), settings)
+    assert [outcome for outcome in outcomes if outcome.result not in ("", "SKIPPED")] == []
+    drawn = [settings.program(seed) for seed in range(100)]
+    layers = [layer for program in drawn for layer in program.layers if layer.ranges != "none"]
+    assert {layer.ranges for layer in layers} == {"all", "batch", "heads", "both"}
+    assert any(layer.wrap == "vmap" and "ranges" in layer.mapped for layer in layers)
+    of_kernels = replace(settings, of_kernels=True)
+    assert {layer.dropout for layer in of_kernels.program(5).layers if layer.ranges != "none"} <= {"none"}
+    assert {of_kernels.program(seed).dtype for seed in range(9)} == {"bfloat16"}
+
+
 def test_a_missing_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = derivatives._bind
 

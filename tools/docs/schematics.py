@@ -18,7 +18,7 @@ from tools.docs.figures import COLORS, GRAY, INK, PALE, svg
 
 ROLES: Final = ("1 warp: TMA loads", "2 warpgroups: tensor cores", "2 warpgroups: registers", "1 warpgroup: dQ")
 PERIOD: Final = 12.0
-# (role, step of kernels/sm90/backward.py, label, begin, length) of one iteration, in units of no particular time.
+# (role, step of sm90_backward/backward.py, label, begin, length) of one iteration, in units of no particular time.
 SCHEDULE: Final = (
     (0, 0, "Q, dO of a later iteration", 0.0, 11.8),
     (1, 6, "6  dK of {previous}", 0.0, 2.9),

@@ -173,19 +173,19 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="also write the committed cubins to FOLDER")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree whose ptx/ is written or checked")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="kernels whose name contains TEXT, for -o and --bench"
+        "--only", default="", metavar="TEXT", help="kernels whose name contains TEXT, for -o, --suite and --bench"
     )
     given = parser.parse_args()
-    if given.only and not (given.output or given.bench):
-        parser.error("--only needs -o or --bench: a manifest always lists every kernel")
+    if given.only and not (given.output or given.suite or given.bench):
+        parser.error("--only needs -o, --suite or --bench: a manifest always lists every kernel")
     if given.features:
         return write_features(given.root)
     if given.suite:
-        return build_suite(given.suite, given.family)
+        return build_suite(given.suite, given.family, given.only)
     if given.bench:
         measured = map(spec.parse, bench_cases.default_cases())
         needed = bench_cases.builds(measured, HOPPER)
-        return build_into(given.bench, [choices for choices in needed if given.only in record.name_of(choices[0])])
+        return build_into(given.bench, named(needed, given.only))
     plans = [plan for plan in committed_plans() if given.only in record.name_of(plan.build)]
     artifacts = list(compile_all([(plan.build,) for plan in plans], fresh=True))
     if given.output:
@@ -221,13 +221,21 @@ def build_into(folder: Path, needed: Sequence[Choices]) -> int:
     return _into_folder((a if a.build.arch == PTX_ARCH else replace(a, ptx="") for a in artifacts), folder)
 
 
-def build_suite(folder: Path, family: str | None) -> int:
-    """Compiles what tests/gpu needs of a family, or all of it, into the folder; exit code 0."""
+def named(needed: Iterable[Choices], text: str) -> list[Choices]:
+    """Returns the kernels whose name contains a text, each once."""
+    return [choices for choices in dict.fromkeys(needed) if text in record.name_of(choices[0])]
+
+
+def build_suite(folder: Path, family: str | None, only: str = "") -> int:
+    """Compiles what tests/gpu needs of a family, or all of it, into the folder; exit code 0.
+
+    only: the kernels whose name contains this text, without those of a user's score term and of JAX programs
+    """
     families = (family,) if family else FAMILIES
-    if "sm80" in families:
+    if "sm80" in families and not only:
         build_new_term(folder)
-    build_into(folder, list(dict.fromkeys(chain.from_iterable(of_family(each, suite.builds) for each in families))))
-    if family:
+    build_into(folder, named(chain.from_iterable(of_family(each, suite.builds) for each in families), only))
+    if family or only:
         return 0
     if importlib.util.find_spec("jax") is None:
         print("JAX is not installed: without the kernels of its programs on two GPUs")

@@ -33,7 +33,7 @@ CHECK_FOLDERS: Final = (
     "tools/release/fuzz",
     "tools/release/verify_gpu",
 )
-CHECK_FILES: Final = (f"{PACKAGE}/problem/masks.py", f"{PACKAGE}/problem/spec.py")
+CHECK_FILES: Final = tuple(f"{PACKAGE}/problem/{name}.py" for name in ("masks", "key_ranges", "drawn_ranges", "spec"))
 
 
 def of(root: Path) -> dict[str, str]:

@@ -22,7 +22,7 @@ from cutlass_py_attn.errors import BreaksPlan, CompileError
 from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_D, STANDARD
 from cutlass_py_attn.plan.plan import Plan
@@ -153,7 +153,7 @@ def missing(found: Iterable[Build]) -> list[str]:
             has.setdefault("separate grad_bias", set()).update(build.features)
     fused = (kernel for kernel in KERNELS.values() if isinstance(kernel, FusedKernel))
     needed = {_kernel_name(kernel): _parts_of_kernel(kernel) for kernel in fused}
-    needed[_kernel_name(sm90.SCORE_ROWS_BACKWARD, True)] = set(sm90.SCORE_ROWS_BACKWARD.features)
+    needed[_kernel_name(sm90_backward.SCORE_ROWS_BACKWARD, True)] = set(sm90_backward.SCORE_ROWS_BACKWARD.features)
     needed["separate grad_bias"] = set(sm80.BACKWARD.features)
     return [
         f"{name}: no case has {part}" for name, parts in needed.items() for part in sorted(parts - has.get(name, set()))

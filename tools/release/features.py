@@ -15,7 +15,7 @@ from typing import Any, Final
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import SPLIT_D
-from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.masks import Causal, Full
 from cutlass_py_attn.problem.tensors import OPERAND_NAMES
 from cutlass_py_attn.testing.cases import Case
 from tests.cases.random_cases import RESIDENT_DIMS
@@ -79,6 +79,10 @@ FEATURES: Final[dict[str, Callable[[Case], bool]]] = {
     "e4m3 codes, a scale for each row": lambda c: c.spec.descale == "row",
     "e4m3 codes, other scales": lambda c: c.spec.descale not in ("", "row"),
     "e4m3 operands, float16 output": lambda c: c.spec.float16_output,
+    "ranges of keys": lambda c: bool(c.spec.ranges),
+    "ranges of keys within a causal mask or a window": lambda c: bool(c.spec.ranges) and c.spec.mask != Full(),
+    "ranges of keys of each sequence or head": lambda c: c.spec.ranges not in ("", "11"),
+    "ranges of keys, any strides": lambda c: bool(c.spec.ranges) and c.range_layout != "dense",
     "grouped heads (GQA, MQA)": lambda c: c.spec.num_heads_key != c.spec.num_heads,
     "bias": lambda c: bool(c.spec.bias),
     "bias that broadcasts": lambda c: "1" in c.spec.bias,

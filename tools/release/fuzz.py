@@ -4,6 +4,7 @@ python -m tools.release.fuzz [--kernels FOLDER] [--record ptx/features.json]
 python -m tools.release.fuzz --case "backward bf16_d64_s128_b1_h2_causal seed=3"    one case again, with every ratio
 python -m tools.release.fuzz --build FOLDER                                         the kernels; needs no GPU
 python -m tools.release.fuzz --list                                                 their names; needs no compiler
+python -m tools.release.fuzz --only ranges [--kernels FOLDER]                       problems of one kind
 python -m tools.release.fuzz --changed --record ptx/features.json                   what carry_over.py named, again
 
 A case that fails is reduced to a smaller one that fails too. Only kernels at hand are launched: those of --kernels, or
@@ -68,6 +69,9 @@ KINDS: Final = {  # by name of the option
     "prompts": Kind("prompts over e4m3 caches", random_cases.PROMPTS_FROM, 8),
     "wide": Kind("forwards of wide heads", random_cases.WIDE_FROM, 6),
 }
+UNRECORDED: Final = {  # kinds that are drawn with --only
+    "ranges": Kind("ranges of keys", random_cases.RANGES_FROM, 48),
+}
 
 
 def numbers_of(kinds: Mapping[str, Kind]) -> list[int]:
@@ -78,9 +82,14 @@ def numbers_of(kinds: Mapping[str, Kind]) -> list[int]:
 def main() -> int:
     """Runs, builds or lists; exit code 1 if a case fails."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name, kind in KINDS.items():
+    for name, kind in (KINDS | UNRECORDED).items():
         option, text = f"--{name.replace('_', '-')}", f"kernel numbers of {kind.what} to draw ({kind.count})"
         parser.add_argument(option, type=int, default=kind.count, help=text)
+    parser.add_argument(
+        "--only",
+        choices=[*KINDS, *UNRECORDED],
+        help=f"draw this kind alone; without it all but {', '.join(UNRECORDED)}",
+    )
     parser.add_argument("--first", type=int, default=0, help="the first kernel number of --variants")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"cases for each kernel number ({RUNS})")
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
@@ -94,9 +103,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only list the kernels")
     parser.add_argument("--family", choices=FAMILIES, help="family of the kernels to build or list; both without it")
     given = parser.parse_args()
-    kinds = {name: replace(kind, count=getattr(given, name)) for name, kind in KINDS.items()}
+    kinds = {name: replace(kind, count=getattr(given, name)) for name, kind in (KINDS | UNRECORDED).items()}
     kinds["variants"] = replace(kinds["variants"], first=given.first)
-    numbers = numbers_of(kinds)
+    numbers = numbers_of({name: kinds[name] for name in ([given.only] if given.only else KINDS)})
     if given.build or given.list:
         return _build(given.build, needed(numbers, given.runs, (given.family,) if given.family else FAMILIES))
     if given.case:

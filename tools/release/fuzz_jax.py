@@ -3,6 +3,7 @@
 python -m tools.release.fuzz_jax --programs 1000 [--first SEED] [--processes N] [--record FILE]   on the CPU
 python -m tools.release.fuzz_jax --programs 1000 --backend gpu [--kernels FOLDER]                 kernels, on a GPU
 python -m tools.release.fuzz_jax --programs 1000 --build FOLDER                                   their kernels, no GPU
+python -m tools.release.fuzz_jax --programs 1000 --ranges [...]                                   with ranges of keys
 python -m tools.release.fuzz_jax --first SEED --programs 1 --shrink                               one again, reduced
 
 Results of bfloat16 may differ as errors of rounding of the operands make those of float32 differ.
@@ -71,6 +72,7 @@ from tools.release.jax_programs import (  # noqa: E402
     ours,
     plain,
     results,
+    with_ranges,
 )
 
 Arrays = dict[str, Any]
@@ -96,16 +98,22 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """modes, kernel_sets: as for `jax_programs.draw`. backend: of the calls. kernels: folder of prebuilt kernels."""
+    """modes, kernel_sets: as for `jax_programs.draw`. backend: of the calls. kernels: folder of prebuilt kernels.
+
+    has_ranges: whether most calls have ranges of keys. of_kernels: whether kernels compute those with ranges
+    """
 
     modes: tuple[str, ...] = REVERSE + FORWARD
     backend: str = "reference"
     kernel_sets: int = 0
     kernels: Path | None = None
+    has_ranges: bool = False
+    of_kernels: bool = False
 
     def program(self, seed: int) -> Program:
         """Returns the program of a seed, for the devices at hand."""
-        return draw(seed, self.modes, len(jax.devices()), self.kernel_sets)
+        program = draw(seed, self.modes, len(jax.devices()), self.kernel_sets)
+        return with_ranges(program, seed, of_kernels=self.of_kernels) if self.has_ranges else program
 
     @property
     def attention(self) -> Attention:
@@ -355,13 +363,15 @@ def main() -> int:
         "--kernel-sets", type=int, default=0, help="sets of features that programs share (any features)"
     )
     parser.add_argument("--reverse", action="store_true", help="without forward mode and second derivatives")
+    parser.add_argument("--ranges", action="store_true", help="ranges of keys in most calls; no other drawn programs")
     parser.add_argument("--shrink", action="store_true", help="reduce the first wrong program of each result")
     parser.add_argument("--kernels", type=Path, help="folder of prebuilt kernels; without it they are compiled")
     parser.add_argument("--build", type=Path, help="only build the kernels, into this folder")
     parser.add_argument("--record", type=Path, help="JSON file to write")
     options = parser.parse_args()
     modes = REVERSE if options.reverse else REVERSE + FORWARD
-    settings = Settings(modes, options.backend, options.kernel_sets, options.kernels)
+    of_kernels = options.backend == "gpu" or options.build is not None
+    settings = Settings(modes, options.backend, options.kernel_sets, options.kernels, options.ranges, of_kernels)
     seeds = range(options.first, options.first + options.programs)
     if options.build:
         return build(options.build, seeds, settings, options.processes)
@@ -390,6 +400,7 @@ def main() -> int:
             "jax": jax.__version__,
             "first": options.first,
             "kernel_sets": options.kernel_sets,
+            "ranges": options.ranges,
             "refused": counts["REFUSED"],
             "seconds": round(seconds),
         }

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import cutlass_py_attn.jax as library
 from cutlass_py_attn.api.options import VariableLength
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.score_terms.dropout import Dropout, dropout_mask, keep_scale
 
@@ -43,6 +44,7 @@ MASKS: Final[dict[str, Mask]] = {
     "window": Window(2, 1),
     "bottom_right": CausalBottomRight(),
 }
+RANGES: Final = {"all": (1, 1), "batch": (BATCH, 1), "heads": (1, HEADS), "both": (BATCH, HEADS)}
 WRAPS: Final = ("plain", "jit", "remat", "remat_names", "remat_dots", "scan", "vmap")
 STRATEGIES: Final = ("all_gather", "ulysses", "ring")
 REVERSE: Final = ("grad", "value_and_grad", "vjp_reuse", "vmap_grad", "grad_vmap")
@@ -63,6 +65,7 @@ class Layer:
     logsumexp: "none", "unused" or "used" in the loss
     wrap: one of WRAPS, "packed" for sequences in one row, or a strategy of STRATEGIES
     mapped, axes: of vmap, the operands with an axis, and that axis of query, key, value and result
+    ranges: "none", or one of RANGES for ranges of keys in these axes, whose band is the mask
     """
 
     query: str = "x"
@@ -80,6 +83,7 @@ class Layer:
     wrap: str = "plain"
     mapped: tuple[str, ...] = ()
     axes: tuple[int, ...] = (0, 0, 0, 0)
+    ranges: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,23 @@ def _layer(choose: random.Random, features: random.Random, is_first: bool, is_pl
     )
 
 
+def with_ranges(program: Program, seed: int, *, of_kernels: bool) -> Program:
+    """Returns the program with ranges of keys in most of its calls.
+
+    of_kernels: leave out what kernels with ranges do not take
+    """
+    choose = random.Random(f"ranges {seed}")
+    layers = []
+    for layer in program.layers:
+        if layer.wrap not in ("packed", *STRATEGIES) and choose.random() < 0.8:
+            mapped = layer.mapped if choose.random() < 0.5 else choose.choice(((*layer.mapped, "ranges"), ("ranges",)))
+            layer = replace(layer, ranges=choose.choice([*RANGES]), mapped=mapped)
+            if of_kernels:
+                layer = replace(layer, softcap=0.0, bias="none", has_alibi=False, dropout="none")
+        layers.append(layer)
+    return replace(program, layers=tuple(layers), dtype="bfloat16" if of_kernels else program.dtype)
+
+
 # Attention
 
 
@@ -181,7 +202,9 @@ def ours(backend: str, **of_calls: Any) -> Attention:
 
     def attend(layer: Layer, operands: Arrays, key: Any) -> tuple[Any, Any]:
         terms = {name: operands[name] for name in ("bias", "sinks") if operands[name] is not None}
-        options: dict[str, Any] = {"mask": MASKS[layer.mask], "softcap": layer.softcap, "backend": backend, **terms}
+        mask, ranges = MASKS[layer.mask], operands.get("ranges")
+        mask_or_ranges = mask if ranges is None else KeyRanges(ranges[0], ranges[1], mask)
+        options: dict[str, Any] = {"mask": mask_or_ranges, "softcap": layer.softcap, "backend": backend, **terms}
         options |= of_calls
         options |= {"alibi_slopes": SLOPES} if layer.has_alibi else {}
         options |= {"dropout_p": DROPOUT_P, "dropout_key": key} if layer.dropout != "none" else {}
@@ -231,11 +254,14 @@ def plain(layer: Layer, operands: Arrays, key: Any) -> tuple[Any, Any]:
         "window": (distance <= 1 + count - rows) & (distance >= count - rows - 2),
         "bottom_right": distance <= count - rows,
     }[layer.mask]
+    if operands.get("ranges") is not None:
+        start, end = (edge[..., None] for edge in operands["ranges"])
+        is_seen = is_seen & (start <= column) & (column < end)
     scores = jnp.where(is_seen, scores, -1e30)
     joined = scores
     if sinks is not None:
         joined = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (batch, heads, rows, 1))], -1)
-    has_keys = is_seen.any(1) | (sinks is not None)
+    has_keys = is_seen.any(-1) | (sinks is not None)
     lse = jax.nn.logsumexp(joined, -1)
     weights = jnp.where(is_seen, jnp.exp(scores - lse[..., None]), 0.0)
     if layer.dropout != "none":
@@ -265,6 +291,13 @@ VALUES: Final = {name: _leaf(name, shape) for name, shape in SHAPES.items()}
 FROZEN: Final = {name: _leaf(f"frozen {name}", shape) for name, shape in SHAPES.items()}
 WEIGHT: Final = _leaf("weight", SHAPES["query"])
 KEY: Final = jax.random.key(7)
+
+
+def _edges(axes: tuple[int, int], number: int) -> tuple[Any, Any]:
+    """Returns starts and ends of ranges of keys, of which some are empty, and some reach past the keys."""
+    random_number = np.random.default_rng(number)
+    start = random_number.integers(-2, ROWS, (*axes, ROWS))
+    return jnp.asarray(start, jnp.int32), jnp.asarray(start + random_number.integers(-1, ROWS, start.shape), jnp.int32)
 
 
 def leaves_of(program: Program) -> Arrays:
@@ -328,6 +361,9 @@ def _run_layer(
         operands[role] = {"none": None, "trained": leaves[role], "frozen": frozen[role]}[getattr(layer, role)]
     if operands["bias"] is not None:
         operands["bias"] = operands["bias"][..., : operands["key"].shape[1]].astype(program.dtype)
+    operands["ranges"] = None
+    if layer.ranges != "none":
+        operands["ranges"] = tuple(edge[: len(x)] for edge in _edges(RANGES[layer.ranges], number))
     key = jax.random.fold_in(KEY, number)
 
     def call(operands: Arrays, key: Any) -> tuple[Any, Any]:
@@ -373,13 +409,17 @@ def _scanned(call: Any, layer: Layer, operands: Arrays, key: Any) -> tuple[Any, 
 def _mapped(call: Any, layer: Layer, operands: Arrays, key: Any) -> tuple[Any, Any]:
     """Maps a call over two elements, and adds their results."""
     places = dict(zip(OPERANDS, (*layer.axes[:3], 1, 1), strict=True))
-    names = [name for name in layer.mapped if operands[name] is not None]
-    names = names if names or layer.dropout == "split" else ["query"]
-    axes = {name: places[name] if name in names else None for name in OPERANDS}
+    names = [name for name in OPERANDS if name in layer.mapped and operands[name] is not None]
+    maps_ranges = "ranges" in layer.mapped and operands["ranges"] is not None
+    names = names if names or maps_ranges or layer.dropout == "split" else ["query"]
+    axes: dict[str, Any] = {name: places[name] if name in names else None for name in operands}
     stacked = {
         name: jnp.stack([array, 0.5 * array], places[name]) if name in names else array
         for name, array in operands.items()
     }
+    if maps_ranges:
+        start, end = operands["ranges"]
+        axes["ranges"], stacked["ranges"] = (None, 1), (start, jnp.stack([end, end - 1], 1))
     keys = jax.random.split(key, 2) if layer.dropout == "split" else key
     mapped = jax.vmap(call, (axes, 0 if layer.dropout == "split" else None), (layer.axes[3], 0))
     output, total = mapped(stacked, keys)

@@ -39,6 +39,9 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d256_q2048_s8192_b4_h16k4_causal_br_paged16_kv8_descalehead",
         "bf16_d64_q2048_s8192_b8_h32k8_causal_br_window1024_paged16_kv8_descalehead",
         "bf16_d128_q2048_s8192_b8_h32k8_causal_br_window1024_paged16_kv8_descalehead",
+        "bf16_d64_s8192_b4_h32_full_ranges11causal",
+        "bf16_d128_s8192_b4_h16_full_ranges11causal",
+        "bf16_d256_s8192_b4_h8_full_ranges11causal",
     ),
     "backward": (
         "bf16_d32_s8192_b4_h32_full",
@@ -84,6 +87,9 @@ CASES: Final[dict[str, tuple[str, ...]]] = {
         "bf16_d64_s4096_b2_h16k4_causal_bias",
         "bf16_d96_s4096_b2_h16k4_causal_bias",
         "bf16_d128_s4096_b2_h16k4_causal_bias",
+        "bf16_d64_s8192_b4_h32_full_ranges11causal",
+        "bf16_d96_s8192_b4_h16_full_ranges11causal",
+        "bf16_d128_s8192_b4_h16_full_ranges11causal",
     ),
 }
 REMEDY: Final = "run tools.tuning.search_plans on a GPU, with --record"

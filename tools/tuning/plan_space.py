@@ -139,7 +139,7 @@ def searched(case: ProblemSpec, direction: str, family: str) -> Problem:
         raise NotSupported(
             f"case {case.name!r} {direction}: the sm90 family takes no {', '.join(unsupported)}; use --family sm80"
         )
-    has_sm80 = problem.dtype != FLOAT8  # else the sm90 family alone
+    has_sm80 = problem.dtype != FLOAT8 and not problem.form.has_ranges  # else the sm90 family alone
     if has_sm80 and any(build.family == "decode" for build in planner.builds(problem, ARCHS["sm80"])):
         raise NotSupported(f"case {case.name!r}: decode kernels compute it, whose tiles are not searched; leave it out")
     return problem

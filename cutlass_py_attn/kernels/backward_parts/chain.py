@@ -21,6 +21,7 @@ from cutlass_py_attn.kernels.backward_parts.grad_bias import GradBias
 from cutlass_py_attn.kernels.backward_parts.grad_sinks import GradSinks
 from cutlass_py_attn.kernels.backward_parts.preprocess import BackwardPreprocess
 from cutlass_py_attn.kernels.common import dependent_launch, params
+from cutlass_py_attn.kernels.tile_lists.chain import TileLists
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import ROW_THREADS, entries
@@ -100,6 +101,8 @@ class BackwardChain:
             params.set_entry_name(build, self.sinks_kernel, "_sinks")
             sinks = self.sinks_kernel(params.from_values(self.build, values))
             sinks.launch(grid=grid, block=(ROW_THREADS, 1, 1))
+        if cutlass.const_expr(build.form.has_ranges):
+            TileLists(build).launch(values, grid)
 
     @cute.kernel
     def preprocess_kernel(self, p: Any):

@@ -34,15 +34,15 @@ def mask_by_bits(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile
     first = key0 + coordinates[0, 0][1]
     for row in range(cute.size(scores, mode=[0])):
         query = query0 + coordinates[row, 0][0]
-        seen = _bits_before(band.key_end(query) - first)
+        seen = bits_before(band.key_end(query) - first)
         if band.form.has_left:
-            seen = seen & ~_bits_before(band.key_start(query) - first)
+            seen = seen & ~bits_before(band.key_start(query) - first)
         for column in range(cute.size(scores, mode=[1])):
             bit = seen & Uint32(1 << column)
             scores[row, column] = cutlass.select_(bit != Uint32(0), scores[row, column], -Float32.inf)
 
 
-def _bits_before(end: Int32) -> Uint32:
+def bits_before(end: Int32) -> Uint32:
     """Returns a word with a bit for each column of a thread that is less than `end` columns after its first."""
     end = larger(end, 0)
     count = end // 8 * 2 + smaller(end % 8, 2)

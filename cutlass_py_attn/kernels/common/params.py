@@ -94,6 +94,12 @@ def load_scalar(address: Int64, dtype: Any, index: Any = 0) -> Any:
     return cute.make_tensor(pointer(address, dtype, size) + Int64(index), cute.make_layout(1))[0]
 
 
+def store_scalar(address: Int64, dtype: Any, index: Any, value: Any) -> None:
+    """Stores element `index` of an array in global memory."""
+    size = dtype.width // 8
+    cute.make_tensor(pointer(address, dtype, size) + Int64(index), cute.make_layout(1))[0] = value
+
+
 def load_words(address: Int64, is_valid: Any, count: int, *, has_zeros: bool = True) -> list[Uint32]:
     """Starts loading one word, or a vector of four words, from global memory, if `is_valid`.
 

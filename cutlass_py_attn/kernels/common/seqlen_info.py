@@ -13,7 +13,7 @@ from cutlass import Int32, Int64
 from cutlass_py_attn.integers import ceil_div, larger, round_up, smaller
 from cutlass_py_attn.kernels.common import paging, params
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.problem.masks import Band
+from cutlass_py_attn.problem.masks import Band, Form
 from cutlass_py_attn.problem.tensors import LSE_PADDING
 
 
@@ -88,9 +88,9 @@ def _rows(bounds: Int64, index: Int32, tokens: Int32, longest: Int32) -> tuple[I
 
 
 def band(build: Build, p: Any, seqlen: SeqlenInfo) -> Band:
-    """Returns the mask of one sequence."""
-    if build.form.sees_all:
-        return Band(build.form, 0, 0, seqlen.num_queries, seqlen.num_keys)
+    """Returns the mask of one sequence; one without edges where ranges say what queries see."""
+    if build.form.sees_all or build.form.has_ranges:
+        return Band(Form("full"), 0, 0, seqlen.num_queries, seqlen.num_keys)
     diagonal = p.bottom_right * (seqlen.num_keys - seqlen.num_queries)
     low, high = diagonal - p.window_left, diagonal + p.window_right
     return Band(build.form, low, high, seqlen.num_queries, seqlen.num_keys)

@@ -126,7 +126,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         f"head dims beyond {widest}": max(shape.head_dim, shape.head_dim_value) > widest,
         f"rows aligned to less than {LEAST_COPY} bytes": min(t.vector_bytes for t in tensors) < LEAST_COPY,
     }
-    missing = (PERSISTENT_FORWARD if persistent else FORWARD).lacks(problem.features)
+    missing = (PERSISTENT_FORWARD if persistent else FORWARD).lacks(problem)
     return (*missing, *(name for name, is_present in present.items() if is_present))
 
 

@@ -131,9 +131,10 @@ def _reason(problem: Problem, build: Build, values: Mapping[str, int]) -> str:
 
 
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
-    """Returns what the problem has that the sm80 kernels do not take, which concerns e4m3 codes alone."""
+    """Returns what the problem has that the sm80 kernels do not take: ranges of keys, and some e4m3 codes."""
+    ranges = ("ranges of keys",) if problem.form.has_ranges else ()
     if not has_codes(problem):
-        return ()
+        return ranges
     shape = problem.shape
     present = {
         "query of e4m3": not problem.has_e4m3_cache,
@@ -142,7 +143,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
             getattr(problem, name).vector_bytes for name in (*OPERANDS, "output")
         ) < LEAST_COPY_OF_CODES,
     }  # fmt: skip
-    return tuple(name for name, is_present in present.items() if is_present)
+    return *ranges, *(name for name, is_present in present.items() if is_present)
 
 
 def _forward_refusals(build: Build) -> Refusals:

@@ -38,26 +38,26 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.backward_kernel import (
+from cutlass_py_attn.kernels.sm90_backward.grad_query import warpgroup_gemm
+from cutlass_py_attn.kernels.sm90_backward.key_tile_scheduler import ClusterKeyTileScheduler
+from cutlass_py_attn.kernels.sm90_backward.main_kernel import (
     BackwardKernelSm90,
     Maps,
     Pipelines,
     key_gradient_tile,
     store_key_gradient,
 )
-from cutlass_py_attn.kernels.sm90.backward_smem import BackwardSmem, RowStatistics
-from cutlass_py_attn.kernels.sm90.cluster import Cluster
-from cutlass_py_attn.kernels.sm90.grad_query import warpgroup_gemm
-from cutlass_py_attn.kernels.sm90.key_tile_scheduler import ClusterKeyTileScheduler
-from cutlass_py_attn.kernels.sm90.named_barriers import Backward2CtaBarrier
-from cutlass_py_attn.kernels.sm90.pipelines import PipelineSpec, arrive_all, previous_stage
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryTileOrder
-from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.transposed_scores import TransposedScores
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryTileOrder
+from cutlass_py_attn.kernels.sm90_backward.smem import BackwardSmem, RowStatistics
+from cutlass_py_attn.kernels.sm90_backward.transposed_scores import TransposedScores
 from cutlass_py_attn.kernels.sm90_backward_2cta.grad_query import ClusterDs, GradQuery2Cta
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
 from cutlass_py_attn.kernels.sm90_backward_2cta.stacked_wgmma import StackedOperand, StackedWgmma
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.cluster import Cluster
+from cutlass_py_attn.kernels.sm90_common.named_barriers import Backward2CtaBarrier
+from cutlass_py_attn.kernels.sm90_common.pipelines import PipelineSpec, arrive_all, previous_stage
+from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from cutlass_py_attn.launch.smem import swizzle_bytes, tile_bytes

@@ -16,7 +16,7 @@ from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import grad_q
-from cutlass_py_attn.kernels.sm90.grad_query import GradQueryGemm, warpgroup_gemm
+from cutlass_py_attn.kernels.sm90_backward.grad_query import GradQueryGemm, warpgroup_gemm
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import first_cta_columns
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS

@@ -7,10 +7,12 @@ from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Refusals, fixed_order, refuse
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.layout import CONSUMER_WARPGROUPS
-from cutlass_py_attn.kernels.sm90.rules import all_gradients, backward_warp_rules, sm90_standard
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
+from cutlass_py_attn.kernels.sm90_backward.layout import CONSUMER_WARPGROUPS
+from cutlass_py_attn.kernels.sm90_backward.rules import all_gradients, backward_warp_rules
 from cutlass_py_attn.kernels.sm90_backward_2cta.layout import backward_2cta_map
+from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
+from cutlass_py_attn.kernels.sm90_common.rules import sm90_standard
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.variants import TWO_CTA
@@ -41,12 +43,13 @@ def _refusals(build: Build) -> Refusals:
 def _accumulators(build: Build) -> int:
     """Returns the registers of a warpgroup that has one of both gradients."""
     widest = max(build.columns, build.columns_value)
-    return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // sm90.consumer_threads(build)
+    return build.tile_n * (build.tile_m + build.tile_m // 2 + widest) // sm90_common.consumer_threads(build)
 
 
 BACKWARD: Final = replace(
-    sm90.BACKWARD,
+    sm90_backward.BACKWARD,
     variant=TWO_CTA,
+    beside_ranges=None,
     steps=fixed_order,
     module="sm90_backward_2cta.backward",
     summary="clusters of two blocks over neighbouring key tiles; one warpgroup has dV, one dK, one dQ of both blocks",
@@ -55,7 +58,7 @@ BACKWARD: Final = replace(
     refusals=_refusals,
     shared_memory=backward_2cta_map,
     accumulators=_accumulators,
-    reason=sm90.reason(
+    reason=sm90_common.reason(
         lambda build: (
             "one warpgroup computes P and dV, one dS and dK, one dQ of both blocks of a cluster, one warp loads"
         )

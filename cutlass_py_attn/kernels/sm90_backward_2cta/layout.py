@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cutlass_py_attn.integers import ceil_div
-from cutlass_py_attn.kernels.sm90.layout import grad_query_piece
+from cutlass_py_attn.kernels.sm90_backward.layout import grad_query_piece
 from cutlass_py_attn.launch.build import Buffer, Build
 from cutlass_py_attn.launch.smem import BARRIER_BYTES, first_that_fits, stack, tile_bytes
 from cutlass_py_attn.problem.tensors import F32_BYTES

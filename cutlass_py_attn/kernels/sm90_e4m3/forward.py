@@ -29,14 +29,15 @@ from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.params import DTYPES, RowCoordinates
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.forward import ForwardSm90
-from cutlass_py_attn.kernels.sm90.layout import deals_last_rounds, num_stages, splits_key_loop, tma_tiles
-from cutlass_py_attn.kernels.sm90.tile_scheduler import LastRoundsScheduler, TileScheduler, WorkTile
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.cluster import SingleCta
+from cutlass_py_attn.kernels.sm90_common.layout import num_stages, tma_tiles
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import LastRoundsScheduler, TileScheduler, WorkTile
 from cutlass_py_attn.kernels.sm90_e4m3.layout import FIRST_TRANSPOSING_WARP, TRANSPOSING_WARPS, part_columns, registers
 from cutlass_py_attn.kernels.sm90_e4m3.softmax import SPECULATIVE_BITS, WEIGHT_BITS, E4m3Softmax, a_operand, convert
 from cutlass_py_attn.kernels.sm90_e4m3.value_transpose import ValueTranspose
+from cutlass_py_attn.kernels.sm90_forward.forward import ForwardSm90
+from cutlass_py_attn.kernels.sm90_forward.layout import deals_last_rounds, splits_key_loop
 from cutlass_py_attn.launch import abi, tile_order
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
@@ -95,6 +96,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         self.mma_qk = Wgmma(matmul_qk.spec(build), build.dtype)
         self.mma_pv = Wgmma(output, build.dtype)
         self.scheduler = LastRoundsScheduler(build) if deals_last_rounds(build) else TileScheduler(build)
+        self.ranges = None
         self.cluster = SingleCta(build)
         self.transpose = ValueTranspose(build)
         self.consumers, self.registers = build.threads - WARPGROUP_THREADS, registers(build)
@@ -140,7 +142,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         stages = num_stages(self.build)["value"]
         (read_state,) = pipelines.states(pipeline.PipelineUserType.Consumer, stages)
         (write_state,) = pipelines.states(pipeline.PipelineUserType.Producer, stages)
-        cursor = self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor(p)
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
             for _ in cutlass.range(work.end - work.first, unroll=1):
@@ -164,7 +166,7 @@ class ForwardE4m3Sm90(ForwardSm90):
         r_s = self.mma_qk.accumulator(thread)
         if thread >= self.consumers - WARPGROUP_THREADS:
             self.warp_scheduler_arrive(thread)
-        waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor()
+        waves, cursor = self.scheduler.num_waves(p), self.scheduler.initial_cursor(p)
         if cutlass.const_expr(self.overlaps_epilogue):
             self.issue_first(pipes, consumer, r_s, next_q_state, k_state, waves > 0)
             self.mma_qk.wait()

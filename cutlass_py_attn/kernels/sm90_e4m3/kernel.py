@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Refusals, listed, refuse
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import forward_rows, two_key_tiles
+from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
 from cutlass_py_attn.kernels.sm90_e4m3 import layout
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
+from cutlass_py_attn.kernels.sm90_forward.rules import forward_rows, two_key_tiles
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import E4M3
 from cutlass_py_attn.score_terms import registry
@@ -22,12 +23,13 @@ def _refusals(build: Build) -> Refusals:
 
 
 def _accumulators(build: Build) -> int:
-    return layout.consumer_registers(build, sm90.consumer_threads(build))
+    return layout.consumer_registers(build, sm90_common.consumer_threads(build))
 
 
 FORWARD: Final = replace(
-    sm90.FORWARD,
+    sm90_forward.FORWARD,
     variant=E4M3,
+    beside_ranges=None,
     module="sm90_e4m3.forward",
     summary="persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",
     layouts=(*registry.LAYOUTS, registry.FLOAT16_OUTPUT),
@@ -35,7 +37,7 @@ FORWARD: Final = replace(
     refusals=_refusals,
     shared_memory=layout.forward_map,
     accumulators=_accumulators,
-    accumulator_limit=sm90.limited_by(layout.registers),
-    reason=sm90.forward_reason(loads="one warp loads, two transpose values"),
+    accumulator_limit=sm90_common.limited_by(layout.registers),
+    reason=sm90_forward.forward_reason(loads="one warp loads, two transpose values"),
 )
 KERNELS: Final = (FORWARD,)

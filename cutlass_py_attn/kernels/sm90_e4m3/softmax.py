@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32
 
 from cutlass_py_attn.kernels.common.softmax import QUAD, exp2, finite
-from cutlass_py_attn.kernels.sm90.chained_softmax import ChainedSoftmax
+from cutlass_py_attn.kernels.sm90_forward.chained_softmax import ChainedSoftmax
 
 WEIGHT_BITS, SPECULATIVE_BITS = 8.0, 5.0
 GROUP = 4  # weights of a row that a thread adds before their sum is compared

@@ -24,13 +24,13 @@ from cutlass import Float32, GridConstant, Int32
 from cutlass_py_attn.integers import larger
 from cutlass_py_attn.kernels.common import e4m3, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.wgmma import row_view
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.cluster import SingleCta
-from cutlass_py_attn.kernels.sm90.forward import ConsumerState, ForwardSm90, Pipelines
-from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.cluster import SingleCta
+from cutlass_py_attn.kernels.sm90_common.layout import num_stages, tma_tiles
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90_e4m3_cache.e4m3_tiles import CodedTile, E4m3CacheTiles
 from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import registers
+from cutlass_py_attn.kernels.sm90_forward.forward import ConsumerState, ForwardSm90, Pipelines
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
@@ -97,7 +97,7 @@ class ForwardE4m3CacheSm90(ForwardSm90):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         held, entries, next_entries = self.tiles.held_codes(), self.tiles.held_entries(), self.tiles.held_entries()
-        cursor = self.scheduler.initial_cursor()
+        cursor = self.scheduler.initial_cursor(p)
         for wave in cutlass.range(self.scheduler.num_waves(p), unroll=1):
             work, cursor = self.scheduler.work_tile(p, wave, cursor)
             seqlen, num_keys = work.seqlen, work.seqlen.num_keys

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Refusals, Tile, refuse
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
-from cutlass_py_attn.kernels.sm90.rules import forward_keys, forward_rows, two_key_tiles
+from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import (
     MOST_VECTORS,
     REGISTERS,
@@ -16,6 +15,8 @@ from cutlass_py_attn.kernels.sm90_e4m3_cache.layout import (
     rows_at_once,
     vectors_of_tile,
 )
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
+from cutlass_py_attn.kernels.sm90_forward.rules import forward_keys, forward_rows, two_key_tiles
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from cutlass_py_attn.launch.variants import E4M3_CACHE
@@ -49,15 +50,16 @@ def _query_map(build: Build) -> dict[str, Tile]:
 
 
 FORWARD: Final = replace(
-    sm90.FORWARD,
+    sm90_forward.FORWARD,
     variant=E4M3_CACHE,
+    beside_ranges=None,
     module="sm90_e4m3_cache.forward",
     summary="persistent blocks over query tiles; one warpgroup converts every key and value tile of e4m3 codes to 16 "
     "bits",
     layouts=(*registry.LAYOUTS, registry.PAGED, registry.KV8, registry.KV8_ROW),
     refusals=_refusals,
-    accumulator_limit=sm90.limited_by(registers),
+    accumulator_limit=sm90_common.limited_by(registers),
     tensor_maps=_query_map,
-    reason=sm90.forward_reason(loads="one loads keys and values and converts them to 16 bits"),
+    reason=sm90_forward.forward_reason(loads="one loads keys and values and converts them to 16 bits"),
 )
 KERNELS: Final = (FORWARD,)

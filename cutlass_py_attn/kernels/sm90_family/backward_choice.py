@@ -10,7 +10,7 @@ import functools
 from typing import Final
 
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind
-from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.kernels.sm90_common import shared_tiles
 from cutlass_py_attn.kernels.sm90_family.row import NEVER
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, ceil_div, maximum, minimum
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS

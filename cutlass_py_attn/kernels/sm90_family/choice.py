@@ -9,9 +9,9 @@ from typing import Final
 from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind, is_mla, sizes
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
+from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_e4m3 import kernel as sm90_e4m3
 from cutlass_py_attn.kernels.sm90_e4m3_cache import kernel as sm90_e4m3_cache
 from cutlass_py_attn.kernels.sm90_family import backward_choice, tile_time
@@ -19,6 +19,7 @@ from cutlass_py_attn.kernels.sm90_family.backward_choice import PARTS_ARE_FASTER
 from cutlass_py_attn.kernels.sm90_family.row import NEVER, Row
 from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
 from cutlass_py_attn.kernels.sm90_family.tiles import nearest_row, sm90_rows, splits_score_rows
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_mla.layout import ROPE_COLUMNS
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
@@ -28,6 +29,7 @@ from cutlass_py_attn.launch.expressions import Expr
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV, STANDARD
+from cutlass_py_attn.problem.block_sparse import undivided
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
 from cutlass_py_attn.problem.tensors import (
@@ -58,9 +60,9 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     is_wide = not has_latent_cache and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
     is_2cta = backward and not is_wide and _needs_2cta(shape)
     if backward and splits_score_rows(shape):
-        kernel = sm90.SCORE_ROWS_BACKWARD
+        kernel = sm90_backward.SCORE_ROWS_BACKWARD
     elif backward:
-        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90.BACKWARD
+        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90_backward.BACKWARD
     elif problem.dtype == FLOAT8:
         kernel = sm90_e4m3.FORWARD
     elif has_latent_cache:
@@ -68,7 +70,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
     elif problem.has_e4m3_cache:
         kernel = sm90_e4m3_cache.FORWARD
     else:
-        kernel = sm90_wide.FORWARD if is_wide else sm90.FORWARD
+        kernel = sm90_wide.FORWARD if is_wide else sm90_forward.FORWARD
     widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
@@ -83,6 +85,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         and problem.key_rope.shape[3] != ROPE_COLUMNS,
         "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
         "deterministic gradients with these head dims": is_2cta and problem.deterministic,
+        "deterministic gradients with ranges of keys": problem.deterministic and problem.form.has_ranges,
         "rows aligned to less than 16 bytes": any(
             tensor.vector_bytes < ROW_ALIGNMENT_BYTES
             for name, tensor in problem.tensors().items()
@@ -96,7 +99,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         and any(_has_far_rows(getattr(problem, name)) for name in _ragged_operands(problem)),
     }
     found = (name for name, is_present in present.items() if is_present)
-    return *kernel.lacks(problem.features), *found, *unsupported_sm90(problem), *_unsupported_pages(problem)
+    return *kernel.lacks(problem), *found, *unsupported_sm90(problem), *_unsupported_pages(problem)
 
 
 def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
@@ -153,7 +156,10 @@ def refusals(problem: Problem, tile: TileConfig) -> list[Refusal]:
     """Returns why the tile's variant would compute this problem wrongly; its `kernel.py` has the other rules."""
     objection = _OBJECTIONS.get((problem.direction, tile.variant))
     rule = objection(problem, tile) if objection else ""
-    return [refuse("variant", tile.variant, rule, "use the standard variant")] if rule else []
+    found = [refuse("variant", tile.variant, rule, "use the standard variant")] if rule else []
+    if problem.visible_blocks is not None:
+        found += undivided(problem.block_size, tile.tile_m, tile.tile_n)
+    return found
 
 
 def tried(problem: Problem, num_sms: int) -> list[Row]:
@@ -270,7 +276,7 @@ def _per_head_objection(problem: Problem, tile: TileConfig) -> str:
     left, right = problem.mask.edges
     values = {"num_queries": shape.num_queries, "num_keys": shape.num_keys, "window_left": left, "window_right": right}
     values |= {"bottom_right": int(problem.mask.bottom_right)}
-    sees_keys = sm90.sees_keys(problem.mask.form, tile.tile_m).evaluate(values)
+    sees_keys = sm90_backward.sees_keys(problem.form, tile.tile_m).evaluate(values)
     return "" if sees_keys else "some query tiles see no key, and nothing writes their gradient"
 
 
@@ -281,15 +287,15 @@ def _ds_registers_objection(problem: Problem, tile: TileConfig) -> str:
 
 
 def _multicast_objection(problem: Problem, tile: TileConfig) -> str:
-    features = sm90.MULTICAST_FORWARD.features
-    is_plain = {*problem.features} <= {*features} and problem.mask.form.grows
+    features = sm90_forward.MULTICAST_FORWARD.features
+    is_plain = {*problem.features} <= {*features} and problem.form.grows
     return "" if is_plain else f"the kernel has causal masks and no features but {', '.join(features)}"
 
 
 def split_kv_objection(problem: Problem) -> str:
     """How many blocks share the keys follows from the sizes of a call, and decides the bits of its results."""
-    features = sm90.SPLIT_KV_FORWARD.features
-    if problem.direction != "forward" or problem.mask.form.has_left or not {*problem.features} <= {*features}:
+    features = sm90_forward.SPLIT_KV_FORWARD.features
+    if problem.direction != "forward" or problem.form.has_left or not {*problem.features} <= {*features}:
         return f"the kernel has no windows, and no features but {', '.join(features)}"
     is_invariant = problem.pages is not None and problem.pages.invariant
     return "results would depend on the other sequences of a call, and pages are invariant" if is_invariant else ""

@@ -7,10 +7,11 @@ from typing import Final
 
 from cutlass_py_attn.kernels.kernel import Kernel
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.rules import SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
+from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
 from cutlass_py_attn.launch.build import Build
@@ -31,10 +32,10 @@ def _has_small_pages(sizes: Mapping[str, int]) -> bool:
 def _kernel(build: Build) -> Kernel:
     """Returns the kernel of the family for these head dims."""
     if build.kind == "forward":
-        return sm90_wide.FORWARD if _widest(build) > SM90_MAX_HEAD_DIM else sm90.FORWARD
+        return sm90_wide.FORWARD if _widest(build) > SM90_MAX_HEAD_DIM else sm90_forward.FORWARD
     if _widest(build) > SM90_MAX_HEAD_DIM:
         return sm90_wide.BACKWARD
-    return sm90_backward_2cta.BACKWARD if _widest(build) > NARROW_HEAD_DIM else sm90.BACKWARD
+    return sm90_backward_2cta.BACKWARD if _widest(build) > NARROW_HEAD_DIM else sm90_backward.BACKWARD
 
 
 def takes(build: Build, sizes: Mapping[str, int], without: Collection[str] = ()) -> bool:
@@ -47,14 +48,14 @@ def takes(build: Build, sizes: Mapping[str, int], without: Collection[str] = ())
         return False
     is_whole = build.kind == "forward" or {*OPERANDS} <= {*build.gradients}
     is_repeatable = build.deterministic and kernel.variant == TWO_CTA
-    has_features = {*kernel.lacks(build.features)} <= {*without}
+    has_features = {*kernel.lacks(build)} <= {*without}
     return has_features and not _has_small_pages(sizes) and is_whole and not is_repeatable
 
 
 def divides_tiles(build: Build) -> bool:
     """Returns whether several blocks of the family share one tile of these kernels, if there are few tiles."""
     if build.kind == "forward":
-        has_features = not sm90.SPLIT_KV_FORWARD.lacks(build.features)
+        has_features = not sm90_forward.SPLIT_KV_FORWARD.lacks(build)
         return _widest(build) <= SM90_MAX_HEAD_DIM and not build.form.has_left and has_features
     is_plain = build.form.sees_all and {*build.features} <= {"grouped", "sinks"} and not build.deterministic
     return is_plain and _widest(build) <= NARROW_HEAD_DIM
@@ -62,7 +63,7 @@ def divides_tiles(build: Build) -> bool:
 
 def one_feature_less(build: Build) -> tuple[str, list[str]]:
     """Returns the change, and the one feature that keeps an sm80 build from the family; "" if there is none."""
-    missing = _kernel(build).lacks(build.features)
+    missing = _kernel(build).lacks(build)
     if build.family != "sm80" or len(missing) != 1 or build.arch not in HOPPER:
         return "", []
     return f"no {missing[0]}, which no sm90 kernel of these head dims takes", missing
@@ -73,7 +74,7 @@ def latent_cache(build: Build, sizes: Mapping[str, int]) -> str:
     is_latent = (build.head_dim, build.head_dim_value) == MLA_HEAD_DIMS and build.kind == "forward"
     if not is_latent or build.variant == MLA or build.arch not in HOPPER or build.dtype == "float32":
         return ""
-    missing = [name for name in sm90_mla.FORWARD.lacks(build.features) if name != "seqused"]
+    missing = [name for name in sm90_mla.FORWARD.lacks(build) if name != "seqused"]
     if len(missing) > 1:
         return ""
     small = f" in pages of at least {LEAST_PAGE_SIZE} rows" if _has_small_pages(sizes) else ""
@@ -87,6 +88,6 @@ def in_parts(build: Build) -> str:
     """Returns the one change with which blocks of the family share the keys of few query tiles; "" if it is none."""
     if build.family != "sm90" or build.variant not in (STANDARD, WIDE) or build.form.has_left:
         return ""
-    changes = [f"no {name}" for name in sm90.SPLIT_KV_FORWARD.lacks(build.features)]
+    changes = [f"no {name}" for name in sm90_forward.SPLIT_KV_FORWARD.lacks(build)]
     changes += [f"head dims up to {SM90_MAX_HEAD_DIM}"] if build.variant == WIDE else []
     return f"{changes[0]}: blocks then share the keys of these few query tiles" if len(changes) == 1 else ""

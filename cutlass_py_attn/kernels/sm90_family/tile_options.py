@@ -1,6 +1,6 @@
 """Tile options: which kernel bodies of the sm90 family can have an option; the rows of the tile tables say which have.
 
-kernels/sm90/NOTES.md says what each option gained, and which were slower.
+kernels/sm90_family/NOTES.md says what each option gained, and which were slower.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ estimate, in nanoseconds on an H200, counts both with the speeds that the rows o
     work tile   start + edge, if the mask is causal, + key_tile for each key tile that it visits
     problem     LAUNCH + the work tiles in turn on all blocks, but no less than the longest of them
 
-Work tiles that are fewer than the SMs can be in parts, each with some of the key tiles (sm90/shared_tiles.py):
+Work tiles that are fewer than the SMs can be in parts, each with some of the key tiles (sm90_common/shared_tiles.py):
 
     problem     LAUNCH + JOIN + the time for what parts store + a part of the longest work tile
 
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from cutlass_py_attn.kernels.problem_kind import ProblemKind, sizes
-from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.kernels.sm90_common import shared_tiles
 from cutlass_py_attn.kernels.sm90_family.row import NEVER, Row, Speed
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, call, ceil_div, inline, maximum, minimum
@@ -225,10 +225,9 @@ def reason(problem: Problem, build: Build, table: Rows, num_sms: int) -> str:
     """Returns why the tile of a build comes before the first of its table; "" if nothing puts it there."""
     kind, found = ProblemKind.of(problem), sizes(problem, num_sms)
     row = next((row for row in table if _has_tile(row, build)), None)
-    first = table[0]
-    if row is None or row is first or not is_short(kind).evaluate(found):
+    if row is None or row is table[0] or not is_short(kind).evaluate(found):
         return ""
-    values, tile = _values(kind, table, found), f"; tile {build.tile_m}x{build.tile_n}"
+    first, values, tile = table[0], _values(kind, table, found), f"; tile {build.tile_m}x{build.tile_n}"
     if values.get(_name("measured", table, row)):
         return f"{tile} because it was measured to be faster for such short sequences"
     chosen, usual = (values.get(_name("time", table, one)) for one in (row, first))

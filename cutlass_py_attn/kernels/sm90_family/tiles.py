@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Final
 
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind
-from cutlass_py_attn.kernels.sm90.rules import SCORE_ROWS_HEAD_DIMS, SM90_MAX_HEAD_DIM
+from cutlass_py_attn.kernels.sm90_backward.rules import SCORE_ROWS_HEAD_DIMS
+from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
 from cutlass_py_attn.kernels.sm90_family import tile_time
 from cutlass_py_attn.kernels.sm90_family.backward_choice import few_keys, key_stages, per_head, query_heads
 from cutlass_py_attn.kernels.sm90_family.row import ANY_DIMS, Row, Rule, Speed, always
@@ -36,7 +37,7 @@ _BY_MEASUREMENTS: Final = "its times fit no estimate: blocks wait for memory"
 _NO_OTHER: Final = "its table has no other tile"
 # By head_dim_value. One of the warpgroups loads. Halves are slower than whole key tiles with 128 columns, and with 32
 # without a mask; float16 has option shared_end alone. Speeds are fits of the measurements in
-# kernels/sm90/NOTES-short-forward.md, of bf16 on an H200; those of 192x96 and 128x128 at head dim 96 are fitted to
+# kernels/sm90_forward/NOTES-short.md, of bf16 on an H200; those of 192x96 and 128x128 at head dim 96 are fitted to
 # s 8192 as well.
 _SM90_FORWARD_64: _Rows = (
     Row("192x128x16:2-speculative-halves", {64: Speed(1100, 1440)}, dims=(32, 64)),
@@ -114,6 +115,25 @@ _SM90_FORWARD_LOCAL: _Table = {
     ),
     128: _SM90_FORWARD[128],
     256: _SM90_FORWARD[256],
+}
+# NOTES-ranges.md
+_SM90_FORWARD_RANGES: _Table = {
+    64: (
+        Row("192x128x16:2-speculative-halves", _LONG, dims=(32, 64)),
+        Row("128x128x12:2-speculative", _LONG, dims=(0, 96)),
+        Row("64x128x8:2-speculative", _LATER, dims=(0, 128)),
+        Row("64x64x8:2-plain", _LATER),
+    ),
+    128: (
+        Row("128x128x12:2-speculative", _LONG, dims=(0, 128)),
+        Row("128x64x12:2-plain", _LATER),
+        Row("64x128x8:2-speculative", _LATER, dims=(0, 128)),
+        Row("64x64x8:2-plain", _LATER),
+    ),
+    256: (
+        Row("128x64x12:2-speculative", _LONG, dims=(128, 256)),
+        Row("64x64x8:2-speculative", _LATER, dims=(128, 256)),
+    ),
 }
 # By the wider head dim.
 _SM90_FORWARD_WIDE: _Table = {WIDE_MAX_HEAD_DIM: (Row("64x64x12:2+wide", _NO_OTHER),)}
@@ -249,10 +269,25 @@ _SM90_BACKWARD_SCORE_ROWS: _Table = {
         _backward("64x128x16:5,4q32-plain"),
     )
 }
+_SM90_BACKWARD_RANGES: _Table = {
+    64: (
+        _backward("128x128x16:3,2k2+key_registers-plain"),
+        _backward("128x128x16:3,2k2+ds_registers-plain"),
+        _backward("64x128x16:3,2-plain"),
+        _backward("64x64x12:4,3-plain"),
+    ),
+    96: (_backward("64x128x16:3,2+ds_registers-plain"), _backward("64x64x12:3,2-plain")),
+    128: (
+        _backward("64x128x16:3,2k2+ds_registers-plain"),
+        _backward("64x128x16:3,2+ds_registers-plain"),
+        _backward("64x64x12:3,2-plain"),
+    ),
+}
 SM90: dict[str, _Table] = {
     "forward": _SM90_FORWARD,
     "forward score_mod": _SM90_FORWARD_SCORE_MOD,
     "forward local": _SM90_FORWARD_LOCAL,
+    "forward ranges": _SM90_FORWARD_RANGES,
     "forward wide": _SM90_FORWARD_WIDE,
     "forward mla": _SM90_FORWARD_MLA,
     "forward e4m3": _SM90_FORWARD_E4M3,
@@ -264,6 +299,7 @@ SM90: dict[str, _Table] = {
     "backward masked": _SM90_BACKWARD_MASKED,
     "backward bias": _SM90_BACKWARD_BIAS,
     "backward score_rows": _SM90_BACKWARD_SCORE_ROWS,
+    "backward ranges": _SM90_BACKWARD_RANGES,
     "backward wide": _SM90_BACKWARD_WIDE,
 }
 
@@ -271,7 +307,7 @@ SM90: dict[str, _Table] = {
 def sm90_rows(kind: ProblemKind) -> tuple[Row, ...]:
     """Returns the rows of the sm90 family for problems of a kind, in the order in which they are tried."""
     table, head_dim = table_key(kind)
-    return tuple(row for row in SM90[table][head_dim] if kind.form in row.masks)
+    return tuple(row for row in SM90[table][head_dim] if kind.form in row.masks or kind.form.has_ranges)
 
 
 def sm90_tiles(problem: Problem) -> tuple[TileConfig, ...]:
@@ -313,6 +349,9 @@ def table_key(kind: ProblemKind) -> tuple[str, int]:
         served = widest
     elif widest > SM90_MAX_HEAD_DIM:
         name, served = f"{kind.direction} wide", widest
+    elif kind.form.has_ranges:
+        served = kind.accumulator_head_dim if kind.direction == "backward" else kind.head_dim_value
+        name = f"{kind.direction} ranges"
     elif kind.direction == "backward":
         is_masked = (not kind.form.sees_all and not kind.deterministic) or "dropout" in kind.features
         plain = "backward" if kind.deterministic else "backward full"

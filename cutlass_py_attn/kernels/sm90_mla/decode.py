@@ -39,8 +39,8 @@ from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_v
 from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
 from cutlass_py_attn.kernels.decode.chunk_schedule import ChunkSchedule, Piece, Place
 from cutlass_py_attn.kernels.decode.persistent import CombinePieces
-from cutlass_py_attn.kernels.sm90 import pipelines
-from cutlass_py_attn.kernels.sm90.named_barriers import MlaDecodeBarrier
+from cutlass_py_attn.kernels.sm90_common import pipelines
+from cutlass_py_attn.kernels.sm90_common.named_barriers import MlaDecodeBarrier
 from cutlass_py_attn.kernels.sm90_mla.latent_codes import LatentCodes
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing, LatentTile
 from cutlass_py_attn.kernels.sm90_mla.layout import (

@@ -9,9 +9,9 @@ from typing import Final
 
 from cutlass_py_attn.kernels.decode import kernel as decode
 from cutlass_py_attn.kernels.kernel import FusedKernel, Refusals, Tile, no_products, no_splits, refuse
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS, tma_tiles
-from cutlass_py_attn.kernels.sm90.rules import consumers, sm90_operands
+from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
+from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS, tma_tiles
+from cutlass_py_attn.kernels.sm90_common.rules import consumers, sm90_operands
 from cutlass_py_attn.kernels.sm90_mla.layout import (
     ROPE_COLUMNS,
     SLOTS,
@@ -47,7 +47,7 @@ def _refusals(build: Build) -> Refusals:
 def _accumulators(build: Build) -> int:
     """Returns the registers of S, of the 16-bit weights beside it, and of the columns of O of a warpgroup."""
     columns = build.columns_value // WARPGROUPS
-    return build.tile_m * (build.tile_n + build.tile_n // 2 + columns) // sm90.consumer_threads(build)
+    return build.tile_m * (build.tile_n + build.tile_n // 2 + columns) // sm90_common.consumer_threads(build)
 
 
 def _tensor_maps(build: Build) -> dict[str, Tile]:
@@ -79,13 +79,13 @@ FORWARD: Final = FusedKernel(
     shared_memory=forward_map,
     products=no_products,
     accumulators=_accumulators,
-    accumulator_limit=sm90.limited_by(registers),
+    accumulator_limit=sm90_common.limited_by(registers),
     main_grid=decode.main_grid,
     other_grids=decode.combine_grid,
     definitions=decode.definitions,
     workspace=decode.workspace,
     num_splits_key=no_splits,
     tensor_maps=_tensor_maps,
-    reason=sm90.reason(_roles),
+    reason=sm90_common.reason(_roles),
 )
 KERNELS: Final = (FORWARD,)

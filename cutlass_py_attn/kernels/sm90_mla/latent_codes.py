@@ -24,7 +24,7 @@ from cutlass_py_attn.integers import choose
 from cutlass_py_attn.kernels.common import e4m3, paging, params, tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
-from cutlass_py_attn.kernels.sm90.paged_loads import NO_PAGE, box_coordinates
+from cutlass_py_attn.kernels.sm90_common.paged_loads import NO_PAGE, box_coordinates
 from cutlass_py_attn.kernels.sm90_mla.latent_ring import ROW_BYTES, VECTOR_BYTES, LatentRing
 from cutlass_py_attn.kernels.sm90_mla.layout import (
     P_STRIP,

@@ -19,8 +19,8 @@ from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.seqlen_info import SeqlenInfo
 from cutlass_py_attn.kernels.common.tma import EVICT_FIRST
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
-from cutlass_py_attn.kernels.sm90.paged_loads import PagedLoads, box_coordinates
-from cutlass_py_attn.kernels.sm90.pipelines import first_barrier
+from cutlass_py_attn.kernels.sm90_common.paged_loads import PagedLoads, box_coordinates
+from cutlass_py_attn.kernels.sm90_common.pipelines import first_barrier
 from cutlass_py_attn.kernels.sm90_mla.layout import (
     CHUNKS,
     HALVES,

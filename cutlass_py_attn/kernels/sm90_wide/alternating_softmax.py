@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutlass_py_attn.kernels.common.softmax import QUAD, exp2, finite
-from cutlass_py_attn.kernels.sm90.chained_softmax import GROWTH, chained, larger
+from cutlass_py_attn.kernels.sm90_forward.chained_softmax import GROWTH, chained, larger
 from cutlass_py_attn.kernels.sm90_wide.layout import STATISTICS, WARPGROUPS
 from cutlass_py_attn.score_terms.sinks import SINKS
 

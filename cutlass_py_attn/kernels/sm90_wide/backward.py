@@ -19,9 +19,9 @@ from cutlass_py_attn.integers import ceil_div, larger
 from cutlass_py_attn.kernels.backward_parts import chain as backward_chain
 from cutlass_py_attn.kernels.common import dependent_launch, params, seqlen_info, tma
 from cutlass_py_attn.kernels.common.params import DTYPES
-from cutlass_py_attn.kernels.sm90.cluster import Cluster
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_common.cluster import Cluster
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90_wide.backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE
 from cutlass_py_attn.kernels.sm90_wide.gradient import WideGradient
 from cutlass_py_attn.kernels.sm90_wide.layout import registers

@@ -19,8 +19,8 @@ from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.common import tile_copy
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
-from cutlass_py_attn.kernels.sm90.cluster import ALL_BLOCKS
-from cutlass_py_attn.kernels.sm90.pipelines import first_barrier
+from cutlass_py_attn.kernels.sm90_common.cluster import ALL_BLOCKS
+from cutlass_py_attn.kernels.sm90_common.pipelines import first_barrier
 from cutlass_py_attn.kernels.sm90_wide import layout as sm90_wide
 from cutlass_py_attn.launch.build import WIDE_COLUMN_MULTIPLE, Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS

@@ -29,11 +29,11 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.softmax import multiply_rows, safe_scale
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view, smem_column_slice, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import matmul_pv, matmul_qk
-from cutlass_py_attn.kernels.sm90.cluster import Cluster
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
-from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
-from cutlass_py_attn.kernels.sm90.score_mod_registers import ScoreModRegisters
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_common.cluster import Cluster
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90_common.named_barriers import WideBarrier
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_forward.score_mod_registers import ScoreModRegisters
 from cutlass_py_attn.kernels.sm90_wide import layout as sm90_wide
 from cutlass_py_attn.kernels.sm90_wide.alternating_softmax import AlternatingSoftmax
 from cutlass_py_attn.kernels.sm90_wide.chunk_ring import ChunkRing

@@ -26,10 +26,10 @@ from cutlass_py_attn.kernels.common.quad_transpose import store_rows
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import DescriptorOperand, Wgmma, row_view, smem_column_slice, smem_tile_at
 from cutlass_py_attn.kernels.component_gemms.products import doivj, grad_k, grad_q, grad_v, matmul_qk
-from cutlass_py_attn.kernels.sm90.layout import tma_tiles
-from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
-from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.tile_scheduler import WorkTile
+from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
+from cutlass_py_attn.kernels.sm90_common.named_barriers import WideBarrier
+from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.kernels.sm90_wide import backward_layout as sm90_wide_backward
 from cutlass_py_attn.kernels.sm90_wide.backward_layout import GRAD_KEY, GRAD_QUERY, GRAD_VALUE, RESIDENT, Gradient
 from cutlass_py_attn.kernels.sm90_wide.chunk_ring import ChunkRing

@@ -7,15 +7,12 @@ from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts import kernel as backward_parts
 from cutlass_py_attn.kernels.kernel import Refusals, fixed_order, refuse
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
-from cutlass_py_attn.kernels.sm90.layout import LOAD_WARPGROUPS
-from cutlass_py_attn.kernels.sm90.rules import (
-    SM90_MAX_HEAD_DIM,
-    all_gradients,
-    consumers,
-    sm90_head_dims,
-    sm90_operands,
-)
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
+from cutlass_py_attn.kernels.sm90_backward.rules import all_gradients
+from cutlass_py_attn.kernels.sm90_common import kernel as sm90_common
+from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS
+from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM, consumers, sm90_head_dims, sm90_operands
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_wide import backward_layout, layout
 from cutlass_py_attn.kernels.sm90_wide.layout import WARPGROUPS
 from cutlass_py_attn.launch.build import Build
@@ -71,13 +68,13 @@ def _backward_warps(build: Build) -> Build:
 
 def _forward_accumulators(build: Build) -> int:
     columns = max(layout.value_columns(build))
-    return build.tile_m * (build.tile_n + build.tile_n // 2 + columns) // sm90.consumer_threads(build)
+    return build.tile_m * (build.tile_n + build.tile_n // 2 + columns) // sm90_common.consumer_threads(build)
 
 
 def _backward_accumulators(build: Build) -> int:
     gradients = backward_layout.GRAD_QUERY, backward_layout.GRAD_KEY, backward_layout.GRAD_VALUE
     widest = max(max(backward_layout.result_columns(build, gradient)) for gradient in gradients)
-    return build.tile_m * (2 * build.tile_n + widest) // sm90.consumer_threads(build)
+    return build.tile_m * (2 * build.tile_n + widest) // sm90_common.consumer_threads(build)
 
 
 def _backward_grid(build: Build) -> Grid:
@@ -89,20 +86,21 @@ def _backward_grid(build: Build) -> Grid:
 
 
 FORWARD: Final = replace(
-    sm90.FORWARD,
+    sm90_forward.FORWARD,
     variant=WIDE,
+    beside_ranges=None,
     module="sm90_wide.forward",
     summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of "
     "every key and value tile, and two warpgroups divide the columns of O",
     layouts=registry.LAYOUTS,
-    terms=sm90.WITHOUT_DROPOUT,
+    terms=sm90_common.WITHOUT_DROPOUT,
     refusals=_refusals,
     with_warps=column_warps,
     shared_memory=layout.forward_map,
     accumulators=_forward_accumulators,
-    accumulator_limit=sm90.limited_by(layout.registers),
+    accumulator_limit=sm90_common.limited_by(layout.registers),
     main_grid=_forward_grid,
-    reason=sm90.reason(
+    reason=sm90_common.reason(
         lambda build: (
             "two blocks of a cluster load keys and values for both: two warpgroups compute S of alternate key tiles "
             "and half of the columns of O each, one warp loads"
@@ -110,8 +108,9 @@ FORWARD: Final = replace(
     ),
 )
 BACKWARD: Final = replace(
-    sm90.BACKWARD,
+    sm90_backward.BACKWARD,
     variant=WIDE,
+    beside_ranges=None,
     steps=fixed_order,
     module="sm90_wide.backward",
     summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles for dQ, and over neighbouring "
@@ -121,10 +120,10 @@ BACKWARD: Final = replace(
     with_warps=_backward_warps,
     shared_memory=backward_layout.backward_map,
     accumulators=_backward_accumulators,
-    accumulator_limit=sm90.limited_by(layout.registers),
+    accumulator_limit=sm90_common.limited_by(layout.registers),
     main_grid=_backward_grid,
     workspace=lambda build: backward_parts.workspace(build, ()),  # no sums
-    reason=sm90.reason(
+    reason=sm90_common.reason(
         lambda build: (
             "blocks of dQ keep Q and dO, blocks of dK keep K and V, blocks of dV keep K; two blocks of a cluster load "
             "the other tiles for both: two warpgroups compute the scores of alternate tiles and half of the columns "

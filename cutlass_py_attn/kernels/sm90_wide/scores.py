@@ -15,9 +15,9 @@ from cutlass_py_attn.kernels.common import masking, params, tile_copy
 from cutlass_py_attn.kernels.common.score_mod import ScoreMod
 from cutlass_py_attn.kernels.common.views import transposed
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, row_view
-from cutlass_py_attn.kernels.sm90.named_barriers import WideBarrier
-from cutlass_py_attn.kernels.sm90.score_tile import ScoreTile
-from cutlass_py_attn.kernels.sm90.swap_ab import swap_view
+from cutlass_py_attn.kernels.sm90_common.named_barriers import WideBarrier
+from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
+from cutlass_py_attn.kernels.sm90_common.swap_ab import swap_view
 from cutlass_py_attn.kernels.sm90_wide.backward_layout import Gradient
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.launch.build import Build

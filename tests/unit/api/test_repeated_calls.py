@@ -1,4 +1,4 @@
-"""Repeated calls of append_to_cache and merge_states: no validation for known layouts, and no overlap unseen."""
+"""Repeated calls: no validation for known layouts, no overlap unseen, and the arrays of each call."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 
 from cutlass_py_attn.api import calls
+from cutlass_py_attn.api.attention import attention_forward
 from cutlass_py_attn.api.serving import append_to_cache, merge_states
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.append import plan_append
 from cutlass_py_attn.problem.append import AppendProblem
+from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.masks import Causal
+from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.runtime import arrays, driver
 from tests.support import fake_libraries
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_libraries import TORCH_STREAM, Tensor, ndarray
 from tests.support.fakes import artifact, decode
+from tests.support.listed_plans import with_ranges
 
 PAGES, PAGE, HEADS, D, TOKENS = 3, 4, 2, 16, 5
 
@@ -176,3 +183,22 @@ def test_unhashable_kernels_are_not_stored(driver_log: FakeDriver, reads: list[A
         append_to_cache(**given, kernels=Kernels())
     assert len(reads) == 2
     assert len(driver_log.of("cuLaunchKernelEx")) == 2
+
+
+def test_every_call_reads_its_own_ranges_of_keys(driver_log: FakeDriver, reads: list[Any]) -> None:
+    """Equal layouts are one prepared call, whose kernels get the addresses of each call's arrays."""
+    query = ndarray((1, 128, 2, 64), "f2")
+    edges = [ndarray((1, 1, 128), "i4") for _ in range(4)]
+    for pair in (edges[:2], edges[2:]):
+        attention_forward(query, query, query, mask=KeyRanges(*pair, Causal()), kernels=artifact)
+    attention_forward(query, query, query, mask=Causal(), kernels=artifact)
+    assert len(reads) == 3
+    assert len(calls._prepared) == 2
+    problem = Problem.dense("forward", Shape(1, 128, 128, 2, 64, 64), "float16", Causal())
+    plan = planner.plans_on(with_ranges(problem, (1, 1)), (9, 0), 132)[0]
+    launches = driver_log.of("cuLaunchKernelEx")
+    assert len(launches) == 2 * len(plan.launches) + 1
+    structs = [decode(plan.build, launch.parameters) for launch in launches[:-1]]
+    assert [(struct["key_start"], struct["key_end"]) for struct in structs[:: len(plan.launches)]] == [
+        (start.data.ptr, end.data.ptr) for start, end in (edges[:2], edges[2:])
+    ]

@@ -44,13 +44,22 @@ def test_every_option_is_a_keyword_with_its_type_and_default(name: str) -> None:
     assert not any(item.kind is item.VAR_KEYWORD for item in inspect.signature(function).parameters.values())
 
 
-NARROWER = {("BackwardOptions", "sequences"), ("BackwardOptions", "out"), ("MlaOptions", "head_dim_value")}
+NARROWER = {
+    ("BackwardOptions", "sequences"),
+    ("BackwardOptions", "out"),
+    ("MlaOptions", "head_dim_value"),
+    ("MlaOptions", "mask"),
+}
 
 
 @pytest.mark.parametrize("declared", [options.ForwardOptions, options.BackwardOptions, options.MlaOptions])
 def test_every_declared_option_is_one_of_the_table(declared: type) -> None:
-    """With its type, unless the function takes fewer values; stream, which decides no result, is in no table."""
-    table = {field.name: field.type for field in fields(options.Options)} | {"stream": "object"}
+    """With its type, unless the function takes fewer values; stream, which decides no result, is in no table.
+
+    A mask of ranges is a band and two arrays there.
+    """
+    table = {field.name: field.type for field in fields(options.Options)}
+    table |= {"stream": "object", "mask": "Mask | KeyRanges | BlockSparse"}
     differ = {name for name, kind in annotations_of(declared).items() if table[name] != kind}
     assert differ == {name for kind, name in NARROWER if kind == declared.__name__}
 
@@ -59,7 +68,9 @@ def test_help_shows_the_options() -> None:
     lines = pydoc.plain(pydoc.render_doc(cutlass_py_attn.attention_forward))
     # From Python 3.13 on each parameter has its line, and from 3.14 on types have no quotes.
     text = " ".join(lines.split()).replace("( ", "(").replace("'", "")
-    assert "attention_forward(query: Any, key: Any, value: Any, *, mask: Mask = Full()" in text
+    assert (
+        "attention_forward(query: Any, key: Any, value: Any, *, mask: Mask | KeyRanges | BlockSparse = Full()" in text
+    )
     assert "softcap: float = 0.0" in text
     assert "Computes softmax(scale Q K^T + bias, masked) V" in text
 

@@ -75,7 +75,7 @@ def test_a_wrong_name_is_refused_with_a_remedy(name: str) -> None:
 
 
 def test_only_takes_the_cases_in_which_it_is_found() -> None:
-    assert cases.select((), "dropout|window") == ("bf16_d128_s2048_b16_h16_full_dropout0.1", WINDOW)
+    assert cases.select((), "dropout|h16_causal_window") == ("bf16_d128_s2048_b16_h16_full_dropout0.1", WINDOW)
     assert cases.select((SMALL,), "") == (SMALL,)
     with pytest.raises(NotSupported, match="matches none of"):
         cases.select((SMALL,), "causal")
@@ -106,6 +106,18 @@ def test_work_of_mixed_lengths_is_the_sum_over_the_sequences() -> None:
     assert case.shape.batch == len(lengths) > 8
     assert case.flops("forward") == sum(2 * 16 * length * length * 128 for length in lengths)
     assert case.flops("forward") < case.problem("forward").flops / 2, "which takes every sequence as the longest"
+
+
+def test_ranges_of_a_mask_are_its_work() -> None:
+    """Each row of ranges names one of nearly as many visible pairs, and most are of the same."""
+    rows = {name: base for name, base in FEATURE_CASES.items() if parse(name).ranges}
+    assert len(rows) == 8
+    ratios = [
+        cases.flops(parse(name), "backward") / cases.flops(parse(base), "backward") for name, base in rows.items()
+    ]
+    assert max(ratios) < 1.02
+    assert min(ratios) >= 1
+    assert sum(ratio < 1.001 for ratio in ratios) == 6
 
 
 def test_mixed_lengths_are_the_same_every_time() -> None:
@@ -201,6 +213,10 @@ def test_operands_hold_what_the_kernels_read(graphs: FakeDriver) -> None:
         read("cu_seqlens_k", np.int32).tolist() == np.cumsum([0, *(each.num_keys for each in case.sequences)]).tolist()
     )
     assert read("alibi_slopes", np.float32).tolist() == [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+    case = parse("bf16_d64_q30_s90_b2_h4_full_rangesb1runs")
+    operands = harness.Operands(case, 0)
+    for name, edge in case.key_ranges().arrays().items():
+        assert (read(name, np.int32) == edge).all()
     shared = harness.Operands(parse(f"{SMALL}_bias"), 0)
     assert shared.arrays["bias"].shape == (1, 2, 64, 64)
     assert shared.pointers(["bias", "philox_seed"]) == {"bias": shared.arrays["bias"].pointer, "philox_seed": 1}

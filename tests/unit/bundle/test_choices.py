@@ -11,7 +11,7 @@ from cutlass_py_attn.bundle.dispatch import ALWAYS, order_key, preferred_when
 from cutlass_py_attn.bundle.manifest import names_of
 from cutlass_py_attn.bundle.rules import rules_of
 from cutlass_py_attn.kernels.problem_kind import ProblemKind
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.kernels.sm90_family.row import NEVER
 from cutlass_py_attn.kernels.sm90_family.tiles import sm90_rows, sm90_tiles
@@ -146,7 +146,7 @@ def test_every_query_tile_sees_a_key_where_the_rule_says_so(mask: Mask) -> None:
             names = {"num_queries": queries, "num_keys": keys, "window_left": left, "window_right": right}
             names["bottom_right"] = int(mask.bottom_right)
             wanted = all(start < end for start, end in spans)
-            assert bool(sm90.sees_keys(mask.form, tile_m).evaluate(names)) == wanted, (queries, keys)
+            assert bool(sm90_backward.sees_keys(mask.form, tile_m).evaluate(names)) == wanted, (queries, keys)
             seen.add(wanted)
     assert seen == ({True} if type(mask) in (Full, Causal) else {True, False})
 

@@ -17,6 +17,11 @@ LARGE = (
 )
 VARIABLE = "forward f16_d128_n100x190u90,0x20u3,64x129u129,31x65u0_h4k2_causal_br_alibib inputs=one_key seed=3"
 
+RANGES = (
+    "backward f16_d128_q190_s257_b3_h8k2_causal_window64_rangesbhdocuments_sinks_scale0.1 inputs=needle layout=padded"
+    " range_layout=mixed seed=11"
+)
+
 FAULTS: list[tuple[str, Callable[[Case], bool], str]] = [
     (LARGE, lambda c: True, "backward bf16_d64_s1_b1_h1_full"),
     (LARGE, lambda c: c.spec.num_keys > 128, "backward bf16_d64_q1_s129_b1_h1_full"),
@@ -25,6 +30,18 @@ FAULTS: list[tuple[str, Callable[[Case], bool], str]] = [
     (LARGE, lambda c: c.spec.num_heads != c.spec.num_heads_key, "backward bf16_d64_s1_b1_h2k1_full"),
     (LARGE, lambda c: c.inputs == "needle", "backward bf16_d64_s1_b1_h1_full inputs=needle"),
     (LARGE, lambda c: c.layout == "padded" and c.seed == 11, "backward bf16_d64_s1_b1_h1_full layout=padded seed=11"),
+    (RANGES, lambda c: True, "backward f16_d64_s1_b1_h1_full"),
+    (RANGES, lambda c: bool(c.spec.ranges), "backward f16_d64_s1_b1_h1_full_ranges11all"),
+    (
+        RANGES,
+        lambda c: bool(c.spec.ranges) and not c.spec.key_ranges(c.seed).materialise(c.spec.num_keys).all(),
+        "backward f16_d64_q1_s2_b1_h1_causal_window1_ranges11all",
+    ),
+    (
+        RANGES,
+        lambda c: c.spec.ranges == "bh" and c.range_layout == "mixed",
+        "backward f16_d64_s1_b1_h1_full_rangesbhall range_layout=mixed",
+    ),
     (VARIABLE, lambda c: True, "forward f16_d64_s1_b1_h1_full"),
     (VARIABLE, lambda c: bool(c.spec.sequences), "forward f16_d64_s1_t1_h1_full"),
     (VARIABLE, lambda c: c.spec.has_used_keys and c.spec.mask.name != "full", "forward f16_d64_n1x1u0_h1_causal_br"),

@@ -290,10 +290,30 @@ def test_run_checks_and_times_a_problem(
     assert table.count(name) == 2
 
 
+def test_run_writes_ranges_of_keys_and_times_their_pairs(
+    monkeypatch: pytest.MonkeyPatch, no_compiler: None, driver_log: Any
+) -> None:
+    def launch(case: Any, expected: Any, kernels: Any) -> guarded_check.Launched:
+        assert {"key_start", "key_end"} <= set(expected.arrays)
+        found = {name: value.astype(expected.low[name].dtype) for name, value in expected.truth.items()}
+        return guarded_check.Launched(found, planner.plan(case.problem(), "sm_90a").build)
+
+    monkeypatch.setattr(guarded_check, "launch", launch)
+    monkeypatch.setattr(run_gpu, "CHECKED_LENGTH", 24)
+    spec = parse("bf16_d64_q70_s90_b3_h4k2_causal_rangesb1runs")
+    for result in run_gpu.run_problem(spec, fakes.artifact):
+        assert result.passed
+        assert result.symbol == planner.plan(spec.problem(result.timing.direction), "sm_90a").symbol
+        work = spec.flops(result.timing.direction)
+        assert result.timing.tflops == pytest.approx(work / result.timing.milliseconds / 1e9)
+
+
 def test_reduced_sizes_keep_the_features() -> None:
     name = "bf16_d64_n1x8192u4000,1x300,2x9,3x9,4x9_h8k2_causal_br_biasgrad_alibib_splits1"
     reduced = run_gpu.reduced_sizes(parse(name))
     assert reduced.name == "bf16_d64_n1x1024u1024,1x300u300,2x9u9,3x9u9_h4k1_causal_br_biasgrad_alibib_splits1"
+    ranges = run_gpu.reduced_sizes(parse("bf16_d64_s8192_b2_h8k2_causal_rangesbhdocuments100"))
+    assert ranges.name == "bf16_d64_s1024_b1_h4k1_causal_rangesbhdocuments100"
     assert run_gpu.reduced_sizes(parse("bf16_d64_q1_s8192_b64_h32k8_full")).name == "bf16_d64_q1_s1024_b1_h4k1_full"
 
 

@@ -40,6 +40,8 @@ REFUSED: Final = (
     Problem.dense("backward", Shape(2, 64, 64, 8, 64, 64, 2), "float16", Causal()),
     Problem.dense("backward", Shape(2, 64, 64, 8, 32, 32), "bfloat16", Causal()),
     Problem.dense("forward", Shape(1, 4096, 4096, 8, 96, 96), "bfloat16", Causal()),
+    parse("f16_d96_q300_s200_b2_h4k2_causal_rangesb1_sinks").problem("forward"),
+    parse("bf16_d40_q300_s200_b2_h4_full_rangesbh").problem("backward"),
 )
 
 
@@ -93,7 +95,7 @@ def test_the_builds_of_a_problem_are_found_without_planning() -> None:
 
 
 @pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("problem", REFUSED, ids=["grouped", "d32", "long causal"])
+@pytest.mark.parametrize("problem", REFUSED, ids=["grouped", "d32", "long causal", "ranges", "ranges of a backward"])
 def test_what_a_plan_names_is_listed_built_and_inspected(problem: Problem, tmp_path: Path) -> None:
     plan = planner.plan(problem, "sm_90a")
     with pytest.raises(Stale) as missing:
@@ -103,6 +105,17 @@ def test_what_a_plan_names_is_listed_built_and_inspected(problem: Problem, tmp_p
     assert plan.symbol in invoke("list", "--arch", "sm_90a", plan.symbol)
     shown = json.loads(invoke("inspect", plan.symbol, "--arch", "sm_90a", "--no-steps", "--json"))
     assert shown["symbol"] == plan.symbol
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "name", ["bf16_d128_s300_b1_h2_full_ranges11", "f16_d64_q1_s300_b3_h8k2_causal_rangesbhruns_sinks"]
+)
+def test_every_entry_of_ranges_names_its_kernel(name: str, direction: str) -> None:
+    plan = planner.plan(parse(name).problem(direction), "sm_90a")
+    assert len(plan.launches) == (4 if direction == "forward" else 6 + plan.build.has("sinks"))
+    for launch in plan.launches:
+        assert parse_symbol(launch.symbol, "sm_90a").build == plan.build
 
 
 def test_the_whole_symbol_of_any_kernel_is_listed() -> None:

@@ -23,6 +23,7 @@ from cutlass_py_attn.distributed import (
 )
 from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Causal, Full, Window
 from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -30,6 +31,7 @@ from tests.support.refusals import expect_among
 
 BOUNDS = np.array([0, 5, 16], np.int32)
 SLOPES = np.ones(4, np.float32)
+EDGE = np.zeros((1, 1, 16), np.int32)
 
 
 def operands(rows: int = 4, heads: int = 4, heads_key: int = 4, keys: int | None = None) -> list[Any]:
@@ -76,6 +78,9 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, RING | PACKED, "context_strategy: ulysses or all_gather with sequences"),
     ({}, {"sequences": VariableLength(memoryview(b"1234"), BOUNDS, 11, 11)}, "cu_seqlens_q: a NumPy array"),
     ({}, {"bias": np.zeros((1, 4, 4, 8), np.float32)}, "bias.shape: must broadcast to (1, 4, 4, 16)"),
+    ({}, {"mask": KeyRanges(EDGE, EDGE, Causal())}, "key_start: None where the rows are split over devices"),
+    ({}, RING | {"mask": KeyRanges(EDGE, EDGE)}, "key_start: None where the rows are split over devices"),
+    ({}, ULYSSES | {"mask": KeyRanges(EDGE, None)}, "key_end: an int32 array"),
 ]
 
 

@@ -119,13 +119,13 @@ def test_titles_are_what_all_places_begin_with() -> None:
     ("file", "numbers"),
     [
         ("sm80/forward", "01234"),
-        ("sm90/forward", "1234"),
+        ("sm90_forward/forward", "1234"),
         ("sm90_wide/forward", "1234"),
         ("sm90_wide/gradient", "123478"),
         ("sm80_split_d/forward", "01234"),
         ("decode/forward", "01234"),
         ("sm80/backward", "012345678"),
-        ("sm90/backward", "12345678"),
+        ("sm90_backward/backward", "12345678"),
         ("sm80_split_d/backward", "012345678"),
     ],
 )

@@ -11,11 +11,14 @@ from cutlass_py_attn.kernels.catalogue import KERNELS, kernel_of
 from cutlass_py_attn.kernels.families import FAMILIES
 from cutlass_py_attn.kernels.kernel import FusedKernel, Kernel
 from cutlass_py_attn.kernels.sm80 import kernel as sm80
-from cutlass_py_attn.kernels.sm90 import kernel as sm90
+from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.kernels.sm90_family import tiles
+from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan.planner import plan_forward, plans_on
+from cutlass_py_attn.problem.masks import RANGES
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.score_terms import registry
@@ -31,8 +34,14 @@ def tile_tables() -> Iterator[tuple[str, TileConfig]]:
         yield from ((direction, row.tile) for rows in table.values() for row in rows)
 
 
+def build_with(features: tuple[str, ...], mask: str = "full") -> Build:
+    """Returns a Build that asks for features."""
+    problem = parse("bf16_d128_s512_b1_h2_full").problem("forward")
+    return dataclasses.replace(plan_forward(problem, "sm_90a").build, features=features, mask=mask)
+
+
 def test_each_kernel_is_listed_once() -> None:
-    listed = (*sm80.KERNELS, *sm90.KERNELS)
+    listed = (*sm80.KERNELS, *sm90_forward.KERNELS, *sm90_backward.KERNELS)
     assert all(KERNELS[kernel.kind, kernel.family, kernel.variant] is kernel for kernel in listed)
     assert all(key == (kernel.kind, kernel.family, kernel.variant) for key, kernel in KERNELS.items())
 
@@ -86,17 +95,33 @@ def test_fields(kernel: Kernel) -> None:
     [
         (sm80.FORWARD, set()),
         (sm80.BACKWARD, set()),
-        (sm90.FORWARD, set()),
-        (sm90.BACKWARD, set()),
-        (sm90.DS_REGISTERS_BACKWARD, TERMS - {"bias", "sinks"}),
-        (sm90.KEY_REGISTERS_BACKWARD, TERMS - {"sinks"}),
-        (sm90.SCORE_ROWS_BACKWARD, {"dropout"}),
+        (sm90_forward.FORWARD, set()),
+        (sm90_backward.BACKWARD, set()),
+        (sm90_backward.DS_REGISTERS_BACKWARD, TERMS - {"bias", "sinks"}),
+        (sm90_backward.KEY_REGISTERS_BACKWARD, TERMS - {"sinks"}),
+        (sm90_backward.SCORE_ROWS_BACKWARD, {"dropout"}),
         (sm90_backward_2cta.BACKWARD, TERMS),
         (KERNELS["forward", "decode", ""], TERMS),
     ],
 )
 def test_terms(kernel: Kernel, lacking: set[str]) -> None:
-    assert set(kernel.lacks(registry.names())) == lacking
+    assert set(kernel.lacks(build_with(registry.names()))) == lacking
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: "/".join((kernel.kind, kernel.module)))
+def test_ranges_of_keys(kernel: Kernel) -> None:
+    """A kernel made of another does not inherit that it reads tile lists."""
+    reads_lists = kernel in (
+        sm90_forward.FORWARD,
+        sm90_backward.BACKWARD,
+        sm90_backward.DS_REGISTERS_BACKWARD,
+        sm90_backward.KEY_REGISTERS_BACKWARD,
+    )
+    assert kernel.lacks(build_with((), mask=RANGES)) == ([] if reads_lists else ["ranges of keys"])
+    if reads_lists:
+        found = kernel.lacks(build_with(kernel.features, mask=RANGES))
+        taken = {"grouped", "sinks"}
+        assert found == [f"{name} with ranges of keys" for name in kernel.features if name not in taken]
 
 
 def test_kernels_of_plans_name_their_launches() -> None:

@@ -23,7 +23,7 @@ KERNELS = Path(component_gemms.__file__).parents[1]
 BODIES = {
     "sm80": ("sm80/backward.py",),
     "sm80_split_d": ("sm80_split_d/backward.py",),
-    "sm90": ("sm90/backward.py", "sm90/grad_query.py"),
+    "sm90": ("sm90_backward/backward.py", "sm90_backward/grad_query.py"),
     "sm90_2cta": ("sm90_backward_2cta/backward.py", "sm90_backward_2cta/grad_query.py"),
 }
 BUILD = builds(Problem.dense("backward", Shape(1, 512, 512, 2, 128, 64), "bfloat16", Full()), "sm_90a")[0]

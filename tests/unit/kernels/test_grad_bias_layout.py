@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from cutlass_py_attn.kernels.backward_parts import grad_bias_layout as grad_bias_smem
-from cutlass_py_attn.kernels.sm90.layout import num_stages, tma_tiles
+from cutlass_py_attn.kernels.sm90_common.layout import num_stages, tma_tiles
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.grad_bias import uses_wgmma

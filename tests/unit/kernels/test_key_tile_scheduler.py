@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.kernels.sm90.query_tile_order import QueryBlock, QueryTileOrder
+from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock, QueryTileOrder
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.plan.planner import builds
 from cutlass_py_attn.problem.masks import FORMS, Causal, Form, Full, Mask

@@ -18,6 +18,7 @@ from cutlass_py_attn.plan import planner, resources
 from cutlass_py_attn.plan.builder import build_for
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import parse
+from tests.support.listed_plans import with_ranges
 
 ARCH = "sm_90a"
 WORDS = {"full": "full", "causal": "causal", "local": "causal_window100"}  # of the mask of each form
@@ -41,11 +42,13 @@ def problems_of(name: str, head_dim: int, row: Row) -> Iterator[Problem]:
     cache = "_kv8" if "cache" in rest else ""
     terms = {"score_mod": ("_alibi", "_softcap5_alibi"), "e4m3 cache terms": ("_alibi", ""), "bias": ("_bias",)}
     value = {"mla": "576v512", "score_rows": "192v128"}.get(rest, str(head_dim))
+    has_ranges = rest == "ranges"
     for mask in (WORDS[form] for form in row.masks):
         for term in terms.get(rest, ("", "_deterministic") if direction == "backward" else ("",)):
             for heads in ("h4k1", "h4k2") if value != "576v512" else ("h4k1",):
                 mla = "_mla" if value == "576v512" else ""
-                yield parse(f"{dtype}_d{value}_s512_b2_{heads}_{mask}{term}{cache}{mla}").problem(direction)
+                problem = parse(f"{dtype}_d{value}_s512_b2_{heads}_{mask}{term}{cache}{mla}").problem(direction)
+                yield with_ranges(problem) if has_ranges else problem
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=f"{places[0]} {row.text}") for row, places in rows().items()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutlass_py_attn import plan_backward
-from cutlass_py_attn.kernels.sm90.schedule import schedule_of
+from cutlass_py_attn.kernels.sm90_backward.schedule import schedule_of
 from cutlass_py_attn.problem.spec import parse
 
 

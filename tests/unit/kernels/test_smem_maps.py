@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutlass_py_attn.kernels.sm80_split_d.layout import forward_split, tile_and_column_block
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_backward import layout as sm90_smem
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.smem import even_chunk
 from cutlass_py_attn.launch.variants import PER_HEAD, TWO_CTA

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.kernels.sm90 import shared_tiles
+from cutlass_py_attn.kernels.sm90_common import shared_tiles
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import launch_rules, planner
 from cutlass_py_attn.problem.masks import Full

@@ -16,7 +16,7 @@ SMS = 132
 LONG, LONG_96, SQUARE, SINGLE = "192x128", "192x112", "128x128", "128x208"
 FEW, FEWEST, HALF = "64x128", "64x64", "128x64"
 
-# Microseconds of bf16 forwards on an H200, see kernels/sm90/NOTES-short-forward.md.
+# Microseconds of bf16 forwards on an H200, see kernels/sm90_forward/NOTES-short.md.
 MEASURED = {
     "d64_s197_b256_h12_full": {LONG: 199.2, SQUARE: 156.4, SINGLE: 137.3},
     "d64_s197_b256_h12_causal": {LONG: 221.2, SQUARE: 142.8, SINGLE: 145.8},

@@ -67,7 +67,7 @@ def test_either_the_delta_kernel_or_a_memset_clears_what_is_added_to(
 
 
 KERNELS = Path(entry_points.__file__).parents[1] / "kernels"
-WAITS = ("kernels/backward_parts/chain.py", "kernels/sm90/backward.py", "kernels/sm90/backward_kernel.py")
+WAITS = ("kernels/backward_parts/chain.py", "kernels/sm90_backward/backward.py", "kernels/sm90_backward/main_kernel.py")
 
 
 def test_every_dependent_entry_waits() -> None:

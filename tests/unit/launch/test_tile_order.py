@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_forward.layout import splits_key_loop
 from cutlass_py_attn.launch import tile_order
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.masks import Band, Causal, CausalBottomRight, Full, Mask, Window
@@ -153,7 +153,7 @@ def test_spans_of_a_tile(mask: Mask, spans: list[tuple[int, int, bool]]) -> None
 def test_some_score_terms_of_windows_and_wide_heads_keep_one_loop(spec: str, splits: bool) -> None:
     build = planner.plan(parse(spec).problem("forward"), "sm_90a", 132).build
     assert build.family == "sm90"
-    assert sm90_smem.splits_key_loop(build) is splits
+    assert splits_key_loop(build) is splits
 
 
 @LAW

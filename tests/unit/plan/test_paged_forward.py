@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cutlass_py_attn.kernels.catalogue import kernel_of
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_common.layout import num_stages
 from cutlass_py_attn.kernels.sm90_family import choice as sm90_choice
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.plan import entry_parameters, planner
@@ -165,7 +165,7 @@ def test_parameters_of_the_entry() -> None:
 )
 def test_keys_and_values_have_a_stage_more_where_it_fits(name: str, stages: tuple[int, int, int]) -> None:
     build = forward_plan(PagedCase(name, 16, LENGTHS).problem()).build
-    assert tuple(sm90_smem.num_stages(build).values()) == stages
+    assert tuple(num_stages(build).values()) == stages
 
 
 def test_a_problem_without_pages_has_three_maps() -> None:

@@ -1,4 +1,4 @@
-"""Tests of kernels/sm90/rules.py and plan_with_tile: tiles that no kernel body can have are refused, with the field."""
+"""Tests of the rules of kernels and plan_with_tile: tiles that no kernel body can have are refused, with the field."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from cutlass_py_attn.problem import spec as specs
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse, parse_mask
-from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape
+from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
 
 RESULTS = Path(__file__).resolve().parents[3] / "tools" / "bench" / "results"
 
@@ -30,6 +30,7 @@ masks: st.SearchStrategy[Mask] = (
     | st.builds(CausalBottomRight, windows)
     | st.builds(Window, edges, edges)
 )
+RANGE_FAMILIES = ("", "runs", "all", "documents", "documents4096", "prefix7", "window10")
 positive = st.floats(1e-6, 100, allow_nan=False)
 
 
@@ -40,6 +41,7 @@ def any_spec(draw: st.DrawFn) -> ProblemSpec:
     bias = "".join(axes) if draw(st.booleans()) else ""
     gradient = draw(st.sampled_from(("", "grad", "sum"))) if bias else ""
     sinks = draw(st.booleans())
+    ranges = draw(st.sampled_from(("", "", "11", "b1", "1h", "bh")))
     letters = "".join(letter for letter in "qkv" if draw(st.booleans())) + ("b" if gradient else "")
     letters += "s" if sinks and draw(st.booleans()) else ""
     used = draw(st.booleans())
@@ -57,6 +59,8 @@ def any_spec(draw: st.DrawFn) -> ProblemSpec:
         num_heads_key=heads,
         mask=draw(masks),
         sequences=tuple(sequences),
+        ranges=ranges,
+        range_family=draw(st.sampled_from(RANGE_FAMILIES)) if ranges else "",
         bias=bias,
         bias_gradient=gradient,
         gradients=letters,
@@ -99,6 +103,7 @@ def test_a_spec_has_the_features_of_its_problem(spec: ProblemSpec, direction: st
     problem = spec.problem(direction)
     assert problem.shape == spec.shape
     assert (problem.mask, problem.scale, problem.dropout_p) == (spec.mask, spec.scale, spec.dropout_p)
+    assert problem.form.has_ranges == bool(spec.ranges)
     if direction == "backward":
         assert problem.gradients == tuple(specs.GRADIENTS[letter] for letter in spec.gradients)
         assert (problem.deterministic, problem.num_splits_key) == (spec.deterministic, spec.num_splits_key)
@@ -136,6 +141,9 @@ def test_every_word_of_the_grammar_is_parsed() -> None:
     assert spec.sinks
     assert spec.deterministic
     assert spec.philox_on_device
+    ranges = parse("bf16_d64_q3_s70_b2_h4_causal_window8_rangesb1documents4096")
+    assert (ranges.mask, ranges.ranges, ranges.range_family) == (Causal(8), "b1", "documents4096")
+    assert ranges.problem("forward").key_start == Tensor.contiguous((2, 1, 3), "int32")
     assert parse("bf16_d64_q3_s70_b2_h4_window_left7").mask == Window(7, None)
     assert parse("bf16_d64_s64_t100_h4_full").num_tokens == (100, 100)
 
@@ -153,6 +161,9 @@ def test_every_word_of_the_grammar_is_parsed() -> None:
         ("bf16_d64_s64_b2_h2_full_determinstic", "did you mean deterministic"),
         ("bf16_d64_s64_b2_h2_full_dropout", r"has another form; write \[dropout\{dropout_p\}\]: probability"),
         ("bf16_d64_s64_b2_h2_full_paged0", "the value of 'paged0' has another form"),
+        ("bf16_d64_s64_b2_h2_full_ranges", "the value of 'ranges' has another form; write"),
+        ("bf16_d64_s64_b2_h2_full_ranges1hprefix0", "the value of 'ranges1hprefix0' has another form; write"),
+        ("bf16_d64_s64_b2_h2_full_range11", "did you mean ranges"),
         ("bf16_d64_s64_b2_h2_full_window8", "'window8' belongs to causal; write causal or leave it out"),
         ("bf16_d64_s64_b2_h2_causal_left8", "'left8' belongs to window; write window or leave it out"),
         ("bf16_d64_q3_s64_t200_h2_full", "the lengths are q3, s64, t200: must be"),
@@ -182,6 +193,11 @@ def test_tokens_without_keys_have_one_objection() -> None:
     )
     with pytest.raises(NotSupported, match=r"t\.\.\. needs s\.\.\. of at least one"):
         parse("f16_d64_t100_s0_h2_full")
+
+
+def test_ranges_beside_lengths_are_refused_with_their_problem() -> None:
+    for name in ("n64x70,3_h2_full_ranges11", "q3_s70_b2_h2_full_paged16_ranges11"):
+        assert any("key_start" in reason for reason in parse(f"bf16_d64_{name}").problem("forward").reasons())
 
 
 def test_a_number_out_of_range_is_refused_with_its_problem() -> None:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from cutlass_py_attn.problem import masks
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.tensors import Shape
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.testing import inputs
@@ -77,6 +78,34 @@ def test_forward_is_the_dense_form(mask: masks.Mask, num_queries: int, num_keys:
         expected, expected_lse = dense(q, k, v, seen, -0.2)
         np.testing.assert_allclose(output[batch, :, head], expected, rtol=0, atol=1e-13)
         np.testing.assert_allclose(lse[batch, head, :num_queries], expected_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=label)
+def test_ranges_of_a_mask_are_the_mask(mask: masks.Mask) -> None:
+    query, key, value, grad_output = drawn(Shape(2, 300, 217, 4, 8, 8, 2))
+    ranges = KeyRanges.of(mask, 300, 217)
+    output, lse = numpy_reference.forward(query, key, value, mask=mask)
+    for expected, found in zip((output, lse), numpy_reference.forward(query, key, value, mask=ranges), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    gradients, others = (
+        numpy_reference.backward(grad_output, query, key, value, output, lse, mask=given) for given in (mask, ranges)
+    )
+    for expected, found in zip(gradients[:3], others[:3], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1)])
+def test_ranges_of_each_head(shape: tuple[int, int]) -> None:
+    """Many ranges are empty; a group of two query heads reads a key head."""
+    query, key, value, _ = drawn(Shape(2, 300, 40, 4, 8, 8, 2))
+    ranges = KeyRanges(*np.random.default_rng(3).integers(-5, 45, (2, *shape, 300)))
+    seen = np.broadcast_to(ranges.materialise(40), (2, 4, 300, 40))
+    output, lse = numpy_reference.forward(query, key, value, mask=ranges, scale=0.3)
+    for batch, head in np.ndindex(2, 4):
+        operands = query[batch, :, head], key[batch, :, head // 2], value[batch, :, head // 2]
+        expected, expected_lse = dense(*operands, seen[batch, head], 0.3)
+        np.testing.assert_allclose(output[batch, :, head], expected, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(lse[batch, head, :300], expected_lse, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=label)

@@ -265,7 +265,7 @@ ODD_BIAS = dataclasses.replace(BIAS, alignment=4)
 KEY = Tensor.contiguous(SHAPE.of("key"), "bfloat16")
 SINKS = Tensor.contiguous((3,), "float32")
 OTHER_PLANS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "mask": ({}, {"mask": Causal()}, ["mask.form", "window_right"]),
+    "mask": ({}, {"mask": Causal()}, ["mask", "window_right"]),
     "alignment of the mask": ({"mask": Causal()}, {"mask": CausalBottomRight()}, ["bottom_right"]),
     "window": ({"mask": Causal(5)}, {"mask": Causal(6)}, ["window_left"]),
     "lengths": ({}, {"shape": dataclasses.replace(SHAPE, num_keys=17)}, ["num_keys"]),

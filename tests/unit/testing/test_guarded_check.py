@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import pytest
 
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.reference.numpy_reference import ReferenceScoreMod
-from cutlass_py_attn.testing import guarded_check
+from cutlass_py_attn.testing import accuracy, check, guarded_check
 from cutlass_py_attn.testing.cases import ARCH, Case
+from cutlass_py_attn.testing.check import unseen_rows
 from tests.support.fake_launch import FakeLaunch, stored
 
 Array = npt.NDArray[Any]
@@ -91,6 +93,44 @@ def test_one_wrong_row_fails(name: str) -> None:
     else:
         found[name][:, :, 40] += 0.1
     assert max(guarded_check.ratios(case, expected, found).values()) > 1
+
+
+@pytest.mark.parametrize("family", ["", "runs", "lengths"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_that_see_no_key_and_keys_that_no_row_sees_are_exactly_zero(direction: str, family: str) -> None:
+    case = Case.parse(f"{direction} bf16_d64_q150_s190_b2_h4k2_causal_br_window60_rangesbh{family}_gradlse seed=2")
+    expected = guarded_check.expect(case)
+    found = guarded_check.by_reference(case, expected.arrays, "float32")
+    rounded = stored(case, dataclasses.replace(expected, truth={name: found[name] for name in expected.truth}))
+    assert max(guarded_check.ratios(case, expected, rounded).values()) < 0.6
+    unseen = unseen_rows(case, expected.arrays)
+    for name in set(rounded) & set(unseen):
+        truth = expected.truth[name]
+        assert not truth[unseen[name]].any()
+        if not unseen[name].any():
+            assert name in ("grad_key", "grad_value"), "some rows see no key"
+            continue
+        spoilt = {other: array.copy() for other, array in rounded.items()}
+        spoilt[name][tuple(index[0] for index in np.nonzero(unseen[name]))] = 1e-30
+        assert guarded_check.ratios(case, expected, spoilt)[name] == np.inf
+    if direction == "forward":
+        lse = expected.truth["logsumexp"][:, :, :150]
+        assert (np.isneginf(lse).swapaxes(1, 2) == unseen["output"]).all()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_dense_check_has_ranges(direction: str) -> None:
+    case = Case.parse(f"{direction} bf16_d64_q150_s190_b2_h4k2_causal_br_rangesbhruns seed=2")
+    arrays = case.arrays()
+    found = check.by_reference(case, arrays, "float32")
+    results = {name: array.astype(np.float32 if name == "logsumexp" else arrays["query"].dtype)
+               for name, array in found.items()}  # fmt: skip
+    assert accuracy.passed(check.results(case, arrays, results))
+    name = "output" if direction == "forward" else "grad_key"
+    row = tuple(index[0] for index in np.nonzero(check.unseen_rows(case, arrays)[name]))
+    results[name][row] = 1e-30
+    (zero,) = (each for each in check.results(case, arrays, results) if (each.tensor, each.rule) == (name, "zero"))
+    assert zero.worst == np.inf
 
 
 def test_a_launch_says_which_kernel_ran(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,30 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cutlass_py_attn.testing import inputs
-from cutlass_py_attn.testing.cases import Case
+from cutlass_py_attn.plan import planner
+from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.reference.score_mod import SeqlenInfo
+from cutlass_py_attn.testing import inputs, layouts
+from cutlass_py_attn.testing.cases import SM90_ARCH, Case
+from cutlass_py_attn.testing.check import Array
 
 LINES = (
     "f16_d64_q40_s50_b2_h4k2_causal_br",
     "bf16_d64_n40x50u30,7x3u3,0x20u5,9x0u0_h4k2_causal",
     "f32_d96_n33,5x60_h2_window_left9_right2",
+    "bf16_d64_q40_s50_b2_h4k2_causal_br_rangesbh",
+    "f16_d64_q40_s50_b2_h4_full_ranges1hdocuments",
+    "f16_d64_q300_s50_b2_h2_causal_rangesb1runs",
 )
+
+
+def visible(case: Case, sequence: SeqlenInfo) -> Array:
+    """Which keys each query of a sequence sees, (heads, queries, keys)."""
+    if case.spec.ranges:
+        mask = case.mask_of(case.arrays()).materialise(case.spec.num_keys)
+        return np.broadcast_to(mask, case.spec.shape.bias)[sequence.index]
+    mask = case.spec.mask.materialise(sequence.num_queries, sequence.num_keys)
+    return np.broadcast_to(mask, (case.spec.num_heads, *mask.shape))
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -21,11 +37,11 @@ def test_one_key_gets_the_weight_of_its_row(line: str) -> None:
     spec, arrays = case.spec, case.arrays()
     group = spec.num_heads // spec.num_heads_key
     for each in case.sequences:
-        visible = spec.mask.materialise(each.num_queries, each.num_keys)
+        seen = visible(case, each)
         for head in range(spec.num_heads):
             query = arrays["query"][each.batch, each.queries, head].astype(np.float64)
             key = arrays["key"][each.batch, each.keys, head // group].astype(np.float64)
-            scores = np.where(visible, query @ key.T / np.sqrt(spec.head_dim), -np.inf)[visible.any(axis=1)]
+            scores = np.where(seen[head], query @ key.T / np.sqrt(spec.head_dim), -np.inf)[seen[head].any(axis=1)]
             weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
             weights /= weights.sum(axis=1, keepdims=True)
             assert (weights.max(axis=1, initial=0) > 0.99).all(), (each, head)
@@ -66,10 +82,10 @@ def test_every_row_with_the_most_negative_bias_has_an_ordinary_key(line: str, ax
     if axes == "bhqk":
         assert (bias == lowest).mean() > 0.1
     for each in case.sequences:
-        visible = case.spec.mask.materialise(each.num_queries, each.num_keys)
+        seen = visible(case, each)
         part = bias[each.index, :, : each.num_queries, : each.num_keys]
-        ordinary = (part > lowest / 2) & visible
-        assert ordinary.any(axis=2)[:, visible.any(axis=1)].all()
+        ordinary = (part > lowest / 2) & seen
+        assert ordinary.any(axis=2)[seen.any(axis=2)].all()
 
 
 def test_hidden_rows_hide_every_third_row() -> None:
@@ -82,6 +98,29 @@ def test_the_line_of_a_case_holds_its_inputs() -> None:
     case = Case.parse("backward f16_d64_s50_b1_h2_full_biasbhqk inputs=one_key bias_inputs=lowest seed=3")
     assert Case.parse(case.line) == case
     assert "inputs=one_key bias_inputs=lowest" in case.line
+
+
+@pytest.mark.parametrize("layout", layouts.RANGE_LAYOUTS)
+@pytest.mark.parametrize("axes", ["11", "b1", "1h", "bh"])
+def test_ranges_of_every_layout_are_those_of_the_seed(axes: str, layout: str) -> None:
+    case = Case.parse(f"backward f16_d64_q40_s50_b2_h4_causal_ranges{axes}runs range_layout={layout} seed=7")
+    assert Case.parse(case.line) == case
+    problem, arrays = case.problem(), case.arrays()
+    assert problem.reasons() == []
+    assert planner.plan(problem, SM90_ARCH).build.mask == "ranges"
+    truth = case.spec.key_ranges(7)
+    for name, edge in truth.arrays().items():
+        tensor = getattr(problem, name)
+        assert arrays[name].shape == tensor.shape
+        assert (arrays[name] == edge).all()
+        memory = np.full(max(np.dot(np.subtract(tensor.shape, 1), tensor.strides) + 1, 1), -1, np.int32)
+        view = np.lib.stride_tricks.as_strided(memory, tensor.shape, [4 * step for step in tensor.strides])
+        view[...] = arrays[name]
+        assert (view == edge).all(), "no element of the layout is another's"
+    assert (truth.key_start != case.replace(seed=8).arrays()["key_start"]).any()
+    found = case.mask_of(arrays)
+    assert isinstance(found, KeyRanges)
+    assert found.band == case.spec.mask
 
 
 def test_an_unknown_family_of_a_bias_is_refused() -> None:

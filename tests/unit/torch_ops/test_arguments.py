@@ -13,6 +13,7 @@ import pytest
 from cutlass_py_attn import torch_ops as to
 from cutlass_py_attn.api.results import Gradients
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Window
 from cutlass_py_attn.score_terms.dropout import Dropout
 from cutlass_py_attn.torch_ops import cudnn, efficient, flash, sdpa
@@ -434,3 +435,12 @@ def test_a_reason_states_the_order_of_axes_if_the_caller_s_differs() -> None:
 def test_no_debug_mask(call: Callable[..., Any]) -> None:
     with pytest.raises(NotSupported, match="return_debug_mask = True: must be False"):
         call(False, return_debug_mask=True)
+
+
+def test_ranges_of_keys_are_no_bias() -> None:
+    edge = np.zeros((1, 1, MQ), np.int32)
+    for is_backward in (False, True):
+        expect_raised(
+            lambda: sdpa_call(is_backward, attn_bias=KeyRanges(edge, edge), backend="reference"),  # noqa: B023
+            ["attn_bias: must be a NumPy, CuPy, torch or JAX array"],
+        )

@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass_py_attn.kernels.common import params
 from cutlass_py_attn.kernels.common.mma_sync import Operands
 from cutlass_py_attn.kernels.common.wgmma import Wgmma, smem_tile_at
-from cutlass_py_attn.kernels.sm90 import softmax_poly_exp2
+from cutlass_py_attn.kernels.sm90_forward import softmax_poly_exp2
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_THREADS
 from tools.lab.microbench import cases
 from tools.lab.microbench.cases import Micro

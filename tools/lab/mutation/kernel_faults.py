@@ -148,7 +148,7 @@ FAULTS: Final = (
     ),
     Fault(
         "dropped keep_scale",
-        f"{KERNELS}/sm90/transposed_scores.py",
+        f"{KERNELS}/sm90_backward/transposed_scores.py",
         "cutlass.select_(is_kept, grad, Float32(0.0)) * p.keep_scale",
         "cutlass.select_(is_kept, grad, Float32(0.0))",
         BACKWARD_SM90_DROPOUT,
@@ -204,7 +204,7 @@ FAULTS: Final = (
     ),
     Fault(
         "dropped slope of the softcap, wgmma",
-        f"{KERNELS}/sm90/transposed_scores.py",
+        f"{KERNELS}/sm90_backward/transposed_scores.py",
         "product[2 * index + element] = weights[2 * index + element] * derivative",
         "product[2 * index + element] = weights[2 * index + element]",
         BACKWARD_SM90,
@@ -246,7 +246,7 @@ FAULTS: Final = (
     ),
     Fault(
         "delta of another row, wgmma",
-        f"{KERNELS}/sm90/transposed_scores.py",
+        f"{KERNELS}/sm90_backward/transposed_scores.py",
         "grad = grad - r_delta[element, pair]",
         "grad = grad - r_delta[0, pair]",
         BACKWARD_SM90,

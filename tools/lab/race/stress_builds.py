@@ -18,7 +18,8 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.compilation import cubin
 from cutlass_py_attn.compilation.report import spilled_bytes
 from cutlass_py_attn.errors import CompileError
-from cutlass_py_attn.kernels.sm90 import layout as sm90_smem
+from cutlass_py_attn.kernels.sm90_backward.layout import DQ_WARPGROUPS, GRAD_BIAS_WARP
+from cutlass_py_attn.kernels.sm90_common.layout import LOAD_WARPGROUPS
 from cutlass_py_attn.launch import entry_points
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_WARPS
@@ -76,14 +77,12 @@ def roles(build: Build) -> dict[str, range]:
             "last_warp": range(build.warps - 1, build.warps),
             "first_half": range(build.warps // 2),
         }
-    names = ["load"] * sm90_smem.LOAD_WARPGROUPS + ["grad_query"] * (
-        sm90_smem.DQ_WARPGROUPS if build.kind == "backward" else 0
-    )
+    names = ["load"] * LOAD_WARPGROUPS + ["grad_query"] * (DQ_WARPGROUPS if build.kind == "backward" else 0)
     products = build.warps // WARPGROUP_WARPS - len(names)
     names += [f"products_{number}" for number in range(products)]
     found = {name: range(i * WARPGROUP_WARPS, (i + 1) * WARPGROUP_WARPS) for i, name in enumerate(names)}
     if build.maps_grad_bias:
-        found["grad_bias"] = range(sm90_smem.GRAD_BIAS_WARP, sm90_smem.GRAD_BIAS_WARP + 1)
+        found["grad_bias"] = range(GRAD_BIAS_WARP, GRAD_BIAS_WARP + 1)
     return found
 
 

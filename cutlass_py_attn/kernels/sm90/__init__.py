@@ -1,1 +1,0 @@
-"""Warp-specialised forward and backward on wgmma and TMA, for sm_90a."""

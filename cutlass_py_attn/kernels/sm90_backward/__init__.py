@@ -1,0 +1,1 @@
+"""Warp-specialised backward on wgmma and TMA, for sm_90a."""

@@ -1,0 +1,1 @@
+"""What the kernels of the sm90 family share: device code, roles, tiles and rules."""

@@ -1,0 +1,1 @@
+"""Warp-specialised forward on wgmma and TMA, for sm_90a."""

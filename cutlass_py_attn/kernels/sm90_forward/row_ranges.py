@@ -1,0 +1,50 @@
+"""Row ranges: the mask of the sm90 forward where each query has a range of keys."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from cutlass_py_attn.integers import ceil_div, round_up, smaller
+from cutlass_py_attn.kernels.common.masking import WORD_BITS, bits_before
+from cutlass_py_attn.kernels.sm90_common.listed_tiles import Record, load_int32, range_place
+from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.tile_lists import ROWS_PADDING
+from cutlass_py_attn.problem.tensors import RANGE_WORDS
+
+WORD_KEYS = 4 * WORD_BITS  # of a row, of which a thread holds a quarter
+
+
+class RowRanges:
+    """The ranges of the rows that a thread holds, in registers for a work tile."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+
+    def registers(self, rows: int) -> cute.Tensor:
+        """Returns registers for the ranges of so many rows."""
+        return cute.make_rmem_tensor((RANGE_WORDS, rows), Int32)
+
+    def load(self, p: Any, cursor: Record, coordinates: cute.Tensor, r_ranges: cute.Tensor) -> None:
+        """Loads the ranges of the rows of a work tile; a row past the last query has any."""
+        last = round_up(p.num_queries, ROWS_PADDING) - 1
+        for row in range(cute.size(coordinates, mode=[0])):
+            query = smaller(cursor.tile * self.build.tile_m + coordinates[row, 0][0], last)
+            words = load_int32(p.key_ranges, range_place(p, cursor.batch, cursor.head, query), RANGE_WORDS)
+            r_ranges[0, row], r_ranges[1, row] = words[0], words[1]
+
+    def mask(self, scores: cute.Tensor, coordinates: cute.Tensor, key0: Int32, r_ranges: cute.Tensor) -> None:
+        """Sets scores (rows x columns) outside of the ranges to -inf, with a bit for each of a row's columns.
+
+        key0: first key of the tile
+        """
+        first = key0 + coordinates[0, 0][1]
+        columns = cute.size(scores, mode=[1])
+        for row in range(cute.size(scores, mode=[0])):
+            start, end = r_ranges[0, row] - first, r_ranges[1, row] - first
+            befores = range(0, ceil_div(columns, WORD_BITS) * WORD_KEYS, WORD_KEYS)
+            words = [bits_before(end - before) & ~bits_before(start - before) for before in befores]
+            for column in range(columns):
+                bit = words[column // WORD_BITS] & Uint32(1 << column % WORD_BITS)
+                scores[row, column] = cutlass.select_(bit != Uint32(0), scores[row, column], -Float32.inf)

@@ -1,0 +1,1 @@
+"""Tile lists: the kernels before a fused kernel of mask form "ranges"."""
