@@ -1,0 +1,157 @@
+"""Mask programs: a mask function of a user as a list of operations, which kernels, NumPy and JAX compute alike.
+
+mask_tracing.py writes them. A program has a text by which kernels are compiled, named and cached: functions that do the
+same have the same text. Integers are int32 and wrap around; // and % round down, as in Python, and are 0 for a divisor
+of 0; a shift counts modulo 32; an index that is no place of an axis reads the nearest one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+BOOL, INT, FLOAT = "bool", "int32", "float32"
+ARRAY_KINDS: Final = {"bool": BOOL, "uint8": BOOL, "int32": INT, "float32": FLOAT}  # of an element, by its dtype
+COORDINATES: Final = ("batch", "head", "query", "key")
+MAX_ARRAYS: Final = 4
+MAX_SCALARS: Final = 4
+MAX_RANK: Final = 4
+ARRAYS: Final = tuple(f"mask_array_{index}" for index in range(MAX_ARRAYS))  # operands and struct fields of them
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation: `const`, `load`, or one of OPERATIONS.
+
+    inputs: the number of `const`; the array of `load`, then the values of its index; else values. Values are the four
+        COORDINATES, the scalars, and the results of the steps, in this order
+    """
+
+    operation: str
+    inputs: tuple[Any, ...]
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The numbers of the values that the step reads."""
+        return self.inputs[{"const": 1, "load": 1}.get(self.operation, 0) :]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, (self.operation, *self.inputs)))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskProgram:
+    """A traced mask function; the last step is whether a query sees a key.
+
+    arrays: (dtype, rank) of each array
+    scalars: how many integers are arguments beside the arrays
+    """
+
+    arrays: tuple[tuple[str, int], ...]
+    scalars: int
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        arrays = " ".join(f"{dtype}[{rank}]" for dtype, rank in self.arrays)
+        return "; ".join((f"arrays {arrays}".strip(), f"scalars {self.scalars}", *map(str, self.steps)))
+
+    @staticmethod
+    def parse(text: str) -> MaskProgram:
+        """Returns the program of a text that `str` gave."""
+        arrays, scalars, *steps = text.split("; ")
+        described = (word.removesuffix("]").split("[") for word in arrays.split()[1:])
+        return MaskProgram(
+            tuple((dtype, int(rank)) for dtype, rank in described), int(scalars.split()[1]), tuple(map(_step, steps))
+        )
+
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits that stand for the program in symbols."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:8]
+
+    @property
+    def coordinates(self) -> frozenset[str]:
+        """The coordinates that the program reads."""
+        read = {value for step in self.steps for value in step.values}
+        return frozenset(name for number, name in enumerate(COORDINATES) if number in read)
+
+    def compute(self, coordinates: Sequence[Any], scalars: Sequence[Any], functions: Functions) -> Any:
+        """Returns whether queries see keys, by these functions; coordinates and scalars are values of them."""
+        values = [*coordinates, *scalars]
+        for step in self.steps:
+            if step.operation == "const":
+                values.append(functions.constant(step.inputs[0]))
+            elif step.operation == "load":
+                array, *index = step.inputs
+                values.append(functions.load(array, [values[place] for place in index]))
+            else:
+                values.append(functions.operations[step.operation](*(values[place] for place in step.inputs)))
+        return values[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """How the operations are computed: by NumPy, by jax.numpy or in a kernel.
+
+    constant: returns a Python bool, int or float as a value
+    load: returns an element of an array, by the number of the array and an index for each axis
+    operations: by name
+    """
+
+    constant: Callable[[Any], Any]
+    load: Callable[[int, list[Any]], Any]
+    operations: Mapping[str, Callable[..., Any]]
+
+
+def _step(text: str) -> Step:
+    operation, *words = text.split()
+    if operation != "const":
+        return Step(operation, tuple(map(int, words)))
+    (word,) = words
+    if word in ("True", "False"):
+        return Step(operation, (word == "True",))
+    return Step(operation, (int(word) if word.lstrip("-").isdigit() else float(word),))
+
+
+def array_functions(xp: Any, arrays: Sequence[Any]) -> Functions:
+    """Returns the functions of numpy or jax.numpy, for arrays of these values."""
+
+    def constant(value: Any) -> Any:
+        return xp.asarray(value, dtype={bool: bool, int: xp.int32, float: xp.float32}[type(value)])
+
+    def load(number: int, index: list[Any]) -> Any:
+        array = arrays[number]
+        array = array != 0 if array.dtype in (np.dtype(bool), np.dtype(np.uint8)) else array
+        return array[tuple(xp.clip(place, 0, size - 1) for place, size in zip(index, array.shape, strict=True))]
+
+    def divided(left: Any, right: Any) -> Any:
+        return xp.where(right == 0, 0, left // xp.where(right == 0, 1, right))
+
+    shared = {
+        "add": operator.add,
+        "sub": operator.sub,
+        "mul": operator.mul,
+        "div": divided,
+        "mod": lambda left, right: xp.where(right == 0, 0, left - divided(left, right) * right),
+        "min": xp.minimum,
+        "max": xp.maximum,
+        "lt": operator.lt,
+        "le": operator.le,
+        "eq": operator.eq,
+        "ne": operator.ne,
+        "and": operator.and_,
+        "or": operator.or_,
+        "xor": operator.xor,
+        "not": operator.invert,
+        "shl": lambda value, count: xp.left_shift(value, count & 31),
+        "shr": lambda value, count: xp.right_shift(value, count & 31),
+        "where": xp.where,
+        "int": lambda value: xp.asarray(value).astype(xp.int32),
+        "float": lambda value: xp.asarray(value).astype(xp.float32),
+    }
+    return Functions(constant, load, shared)
