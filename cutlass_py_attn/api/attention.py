@@ -239,6 +239,8 @@ def problem_of(
         deterministic=options.deterministic,
         num_splits_key=options.num_splits_key,
         block_size=options.block_size,
+        mask_program=options.mask_program,
+        mask_scalars=options.mask_scalars,
     )
     # `Problem.refusals` refuses wrong ranks below; until then no size may be used.
     ranks = [len(tensors[name].shape) for name in OPERANDS]

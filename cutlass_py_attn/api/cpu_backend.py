@@ -13,11 +13,13 @@ import numpy as np
 from cutlass_py_attn.api.calls import problem_on_host
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
+from cutlass_py_attn.problem.block_sparse import BlockSparse
+from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
+from cutlass_py_attn.problem.mask_program import MaskProgram
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, MASK_ARRAYS, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
 from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms.dropout import keeper
@@ -71,9 +73,14 @@ def _mask(problem: Problem, operands: Mapping[str, Any]) -> Mask | ArrayMask:
     mask: Mask | KeyRanges = problem.mask
     if problem.key_start is not None:
         mask = KeyRanges(operands["key_start"], operands["key_end"], problem.mask)
-    if problem.visible_blocks is None:
-        return mask
-    return BlockSparse(operands["visible_blocks"], problem.block_size, mask)
+    within: Mask | KeyRanges | BlockSparse = mask
+    if problem.visible_blocks is not None:
+        within = BlockSparse(operands["visible_blocks"], problem.block_size, mask)
+    if problem.mask_program is None:
+        return within
+    values = (*(operands[name] for name in MASK_ARRAYS if name in operands), *(problem.mask_scalars or ()))
+    arguments = {str(number): value for number, value in enumerate(values)}
+    return MaskFunction(MaskProgram.parse(problem.mask_program), arguments, within)
 
 
 def _backward(problem: Problem, operands: Mapping[str, Any], options: Options) -> dict[str, Any]:

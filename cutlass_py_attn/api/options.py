@@ -18,8 +18,9 @@ from cutlass_py_attn.artifact import Artifact
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
+from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.scalars import DROPOUT_P, FLAG, SCALARS, Scalar, integer_of, with_python_numbers
 from cutlass_py_attn.problem.tensors import KEY_ROPE, OPERANDS, VISIBLE_BLOCKS, Sequences
@@ -304,7 +305,7 @@ class Options:
     is_plain: values are hashable, so that a call with equal ones may be repeated. scalar: kind of a number or bool.
     check: returns why a value is refused, whatever the other options are. array: name of an array in a Problem.
 
-    A caller's mask of arrays is here its band, with its arrays in key_start, key_end and visible_blocks.
+    A caller's mask in memory is here its band, with its arrays and numbers as fields of a Problem.
     """
 
     mask: Mask = field(default=Full(), metadata=_plain(check=_mask))
@@ -337,6 +338,12 @@ class Options:
     key_end: Any = field(default=None, metadata={"array": "key_end"})
     visible_blocks: Any = field(default=None, metadata={"array": "visible_blocks"})
     block_size: tuple[int, int] = field(default=(128, 128), metadata=_plain())
+    mask_program: str | None = field(default=None, metadata=_plain())
+    mask_scalars: tuple[int, ...] | None = field(default=None, metadata=_plain())
+    mask_array_0: Any = field(default=None, metadata={"array": "mask_array_0"})
+    mask_array_1: Any = field(default=None, metadata={"array": "mask_array_1"})
+    mask_array_2: Any = field(default=None, metadata={"array": "mask_array_2"})
+    mask_array_3: Any = field(default=None, metadata={"array": "mask_array_3"})
 
     @property
     def dropout_p(self) -> float:
@@ -468,9 +475,7 @@ def _check(options: Mapping[str, Any], allowed: type, more: tuple[str, ...]) -> 
         raise NotSupported(refusals)
     mask = given.get("mask")
     if isinstance(mask, ArrayMask):
-        given |= {"mask": mask.band, **mask.arrays()}
-    if isinstance(mask, BlockSparse):
-        given["block_size"] = mask.block_size
+        given |= {"mask": mask.band, **mask.arrays(), **mask.numbers()}
     return Options(**given)
 
 
@@ -496,6 +501,8 @@ def option_value(name: str, value: Any) -> Any:
         whole: Any = sizes if None in counts else tuple(counts)
         blocks, within = value.arrays()[VISIBLE_BLOCKS], option_value(name, value.within)
         return replace(value, visible_blocks=blocks, block_size=whole, within=within)
+    if isinstance(value, MaskFunction):
+        return replace(value, function=value.program, within=option_value(name, value.within))
     if isinstance(value, KeyRanges):
         return replace(value, band=option_value(name, value.band), **value.arrays())
     if isinstance(value, VariableLength):

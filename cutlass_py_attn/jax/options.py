@@ -26,7 +26,7 @@ from cutlass_py_attn.jax.calls import CHECKPOINT_NAME
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import masks
-from cutlass_py_attn.problem.block_sparse import ArrayMask
+from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.scalars import SCALARS
 from cutlass_py_attn.problem.split_rows import array_mask_refusals
 from cutlass_py_attn.problem.tensors import E4M3, OPERANDS

@@ -26,6 +26,7 @@ from cutlass_py_attn.launch.variants import (
     SUM_LAST,
     TOTAL,
 )
+from cutlass_py_attn.problem.mask_program import MASK_SCALARS, MaskProgram
 from cutlass_py_attn.problem.quantization import CACHE_AXES, CACHE_SCALES, OPERAND_AXES, SCALES, TILE_AXES
 from cutlass_py_attn.problem.tensors import (
     BLOCK_AXES,
@@ -35,6 +36,8 @@ from cutlass_py_attn.problem.tensors import (
     RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
     ROW_STRIDES,
+    MASK_ARRAY_AXES,
+    MASK_ARRAYS,
     VISIBLE_BLOCKS,
 )
 from cutlass_py_attn.score_terms import registry
@@ -217,6 +220,15 @@ LISTED_TILES: Fields = (
     *((f"mask_block_{name}", "i32") for name in ("rows", "columns", "heads")),
 )
 
+# Only in kernels with the program of a mask function: its integers, and its arrays with their strides and sizes.
+def _mask_program(program: MaskProgram) -> Fields:
+    fields = [(name, "i32") for name in MASK_SCALARS[: program.scalars]]
+    for name, (_, rank) in zip(MASK_ARRAYS, program.arrays, strict=False):
+        fields += _strided(name, axes=MASK_ARRAY_AXES[:rank])
+        fields += ((f"{name}_size_{axis}", "i32") for axis in range(rank))
+    return tuple(fields)
+
+
 # A standalone component GEMM reads tiles of A and B and writes float32 tiles of C, all contiguous.
 COMPONENT_GEMM: Fields = (("a", "i64"), ("b", "i64"), ("c", "i64"), ("tiles", "i32"))
 
@@ -279,6 +291,7 @@ def fields_of(build: Build) -> Fields:
         fields = (*fields, *GRAD_BIAS_FIELDS)
     if build.form.has_ranges:
         fields = (*fields, *LISTED_TILES)
+        fields += _mask_program(MaskProgram.parse(build.form.program)) if build.form.program else ()
     if build.kind == "append" and build.variant:
         fields = (*fields, *(APPEND_TILE_SCALES if build.variant == E4M3_TILE else APPEND_SCALES))
     if build.kind == "forward" and build.variant == E4M3:

@@ -11,6 +11,7 @@ from typing import Any
 
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.launch.variants import CLUSTER, CLUSTERED, E4M3_CACHE, MLA, PERSISTENT, SHARED_END, SPLIT_KV, WIDE
+from cutlass_py_attn.problem.mask_program import MaskProgram
 from cutlass_py_attn.problem.masks import Form
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, OPERAND_NAMES, OPERANDS, ROW_ALIGNMENT_BYTES
 
@@ -51,7 +52,7 @@ class Build:
     family: "sm80" (mma.sync, cp.async), "sm90" (wgmma, TMA) or "decode" (split-KV, mma.sync)
     variant: kernel body within the family, a name of variants.py; "" for the standard one
     arch: target of the compiler, such as "sm_90a"
-    mask: form of the mask's band, one of masks.FORMS
+    mask: form of the mask, a masks.Form
     tile_m, tile_n: query rows and key rows of a tile; in an append or a merge, rows of a block and threads of a row
     warps: warps of a thread block
     query_stages, grad_output_stages: pipeline stages of query (in a forward: of key and value) and grad_output
@@ -226,7 +227,7 @@ class Build:
         if self.kind == "component_gemm":
             return "_".join([self.component_gemm, self.family, OPERAND_NAMES[self.dtype], dims])
         direction = {"forward": "fwd", "backward": "bwd"}.get(self.kind, self.kind)
-        mask = [] if self.kind in ROW_KINDS else [self.mask]
+        mask = [] if self.kind in ROW_KINDS else _mask_words(self.form)
         words = [direction, self.family, OPERAND_NAMES[self.dtype], dims, *mask, *self.features]
         if self.kind == "backward" and self.gradients != OPERANDS:
             words.append("to_" + "".join(name[0] for name in self.gradients))  # s: sinks
@@ -246,6 +247,11 @@ class Build:
     def buffer(self, name: str) -> Buffer:
         """Returns the shared-memory buffer of that name."""
         return next(buffer for buffer in self.shared_memory if buffer.name == name)
+
+
+def _mask_words(form: Form) -> list[str]:
+    """Returns the words of a symbol that name a form, with a digest of the program of a mask function."""
+    return [form.name, MaskProgram.parse(form.program).digest] if form.program else [str(form)]
 
 
 def build_from(data: Mapping[str, Any]) -> Build:

@@ -7,7 +7,7 @@ from typing import Final
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.variants import PER_HEAD, QUERY_HEADS, WIDE
-from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES
+from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_BYTES, STATE_BYTES
 
 _SUFFIXES: Final = {
     "main": "",
@@ -18,12 +18,15 @@ _SUFFIXES: Final = {
     "sinks": "sinks_",
     "combine": "combine_",
     "ranges": "ranges_",
+    "pairs": "pairs_",
     "lists": "lists_",
     "order": "order_",
 }
-LIST_ROLES: Final = ("ranges", "lists", "order")
+LIST_ROLES: Final = ("ranges", "pairs", "lists", "order")
 _LAUNCH_ORDER: Final = (*LIST_ROLES, "delta", "main", "combine", "finish", "finish_kv", "bias", "sinks")
 ROW_THREADS: Final = 128  # of a block of the kernels that compute row by row
+PAIR_THREADS: Final = 512  # of a block of entry pairs
+PAIRS_BYTES: Final = PAIR_THREADS // WARP_THREADS * STATE_BYTES  # shared memory: the states of each warp's tiles
 DELTA_LANES: Final = 8  # threads that share a row of O and dO in the delta kernel
 DELTA_ROWS: Final = ROW_THREADS // DELTA_LANES
 COMBINE_WARPS: Final = ROW_THREADS // WARP_THREADS
@@ -42,7 +45,8 @@ def entries(build: Build) -> dict[str, str]:
     """Returns the symbol of each entry of the build's cubin by its role, in the order of the plan's launches.
 
     main: the fused kernel; a backward for grad_bias or grad_sinks alone has none
-    ranges, lists, order: make the tile lists of a mask of ranges of keys (kernels/tile_lists)
+    ranges, lists, order: make the tile lists of a mask in memory (kernels/tile_lists)
+    pairs: between these, computes a mask function
     combine: joins the splits of a decode, or of shared query tiles; a plan with one split does not launch it
     delta: backward preprocess, the row statistics
     finish: backward postprocess, converts the float32 query gradient
@@ -60,6 +64,7 @@ def entries(build: Build) -> dict[str, str]:
         "bias": "bias" in build.gradients and build.grad_bias_mode != "main",
         "sinks": "sinks" in build.gradients,
         **dict.fromkeys(LIST_ROLES, build.form.has_ranges),
+        "pairs": bool(build.form.program),
     }
     # The compiler numbers the entries in the order in which the host function launches them, which is this one.
     present = [role for role, is_needed in needed.items() if is_needed]

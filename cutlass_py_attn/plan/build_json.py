@@ -14,6 +14,7 @@ from cutlass_py_attn.launch.arch import ARCHITECTURES
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import OPTIONS
 from cutlass_py_attn.problem import masks, typed_json
+from cutlass_py_attn.problem.mask_program import MaskProgram
 from cutlass_py_attn.problem.tensors import OPERAND_BYTES, OPERANDS
 from cutlass_py_attn.score_terms import registry
 
@@ -42,8 +43,18 @@ def _unknown_names(build: Build) -> Iterator[str]:
         ("arch", build.arch, build.arch in ARCHITECTURES),
         ("kind, family, variant", body, body in KERNELS),
         ("dtype", build.dtype, build.dtype in OPERAND_BYTES),
-        ("mask", build.mask, build.mask in (*masks.FORMS, masks.RANGES)),
+        ("mask", build.mask, _is_known_form(build.form)),
         ("options", build.options, {*OPTIONS}.issuperset(build.options)),
         ("gradients", build.gradients, {*OPERANDS, *registry.gradients()}.issuperset(build.gradients)),
     )
     return (f"{name} {value!r}" for name, value, is_known in known if not is_known)
+
+
+def _is_known_form(form: masks.Form) -> bool:
+    """Returns whether this is a form with, if any, a program that this version reads."""
+    if form.name != masks.RANGES or not form.program:
+        return form in (*masks.FORMS, masks.RANGES)
+    try:
+        return str(MaskProgram.parse(form.program)) == form.program
+    except ValueError:
+        return False

@@ -6,7 +6,7 @@ from cutlass_py_attn.kernels.backward_parts.grad_bias_layout import grad_bias_bu
 from cutlass_py_attn.kernels.catalogue import kernel_of
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.entry_points import LIST_ROLES, ROW_THREADS
+from cutlass_py_attn.launch.entry_points import LIST_ROLES, PAIR_THREADS, ROW_THREADS
 from cutlass_py_attn.launch.grad_bias import uses_wgmma
 
 
@@ -19,6 +19,8 @@ def parameters(build: Build, role: str = "main") -> tuple[tuple[str, int], ...]:
 
 def entry_threads(build: Build, role: str) -> int:
     """Returns the threads of a block of the entry with this role."""
+    if role == "pairs":
+        return PAIR_THREADS
     if role in ("delta", "sinks", "combine", *LIST_ROLES):
         return ROW_THREADS
     if role in ("finish", "finish_kv") and build.family == "sm90":

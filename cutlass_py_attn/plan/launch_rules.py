@@ -53,9 +53,10 @@ from cutlass_py_attn.launch.names import (
     TOKENS_Q,
 )
 from cutlass_py_attn.launch.variants import QUERY_HEADS
+from cutlass_py_attn.problem.mask_program import MASK_SCALARS
 from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, OPERAND_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, MASK_ARRAYS, OPERAND_BYTES
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
@@ -235,6 +236,10 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
         sizes_of_blocks = *problem.block_size, problem.shape.group if of_group else 1
         names = (f"mask_block_{name}" for name in ("rows", "columns", "heads"))
         numbers |= dict(zip(names, sizes_of_blocks, strict=True))
+        numbers |= dict(zip(MASK_SCALARS, problem.mask_scalars or (), strict=False))
+        for name in MASK_ARRAYS:
+            array = getattr(problem, name)
+            numbers |= {} if array is None else {f"{name}_size_{axis}": size for axis, size in enumerate(array.shape)}
     if problem.pages is not None:
         numbers |= page_sizes(problem)
         numbers |= {"value_page_rows": _value_page_rows(problem)} if build.maps_value else {}

@@ -329,6 +329,7 @@ def _launches(problem: Problem, build: Build, values: Mapping[str, int]) -> Iter
         "sinks": entry_points.SINKS_BYTES,
         "combine": combine_bytes(build, entry_points.COMBINE_WARPS),
         "ranges": entry_points.ranges_bytes(build),
+        "pairs": entry_points.PAIRS_BYTES,
     }
     grids = launch_rules.grids_of(problem, build)
     for role, symbol in entry_points.entries(build).items():

@@ -67,6 +67,10 @@ class BlockSparse:
         has_integers = isinstance(blocks, np.ndarray) and blocks.dtype.kind in "iu"
         return {VISIBLE_BLOCKS: blocks != 0 if has_integers else blocks, **ranges}
 
+    def numbers(self) -> dict[str, Any]:
+        """Returns the other fields of a Problem that the mask decides."""
+        return {"block_size": self.block_size}
+
     @staticmethod
     def lists(
         counts: Any,
@@ -187,6 +191,3 @@ def _block_refusals(name: str, indices: Any, is_used: Any, num_key_blocks: int) 
     """Yields NumPy indices that are no blocks of keys; those on a device are not read, and mark nothing."""
     if isinstance(indices, np.ndarray) and (is_used & ((indices < 0) | (indices >= num_key_blocks))).any():
         yield refuse(name, indices.tolist(), f"must be from 0 to {num_key_blocks - 1}", "correct them")
-
-
-ArrayMask = KeyRanges | BlockSparse

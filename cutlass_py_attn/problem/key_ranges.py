@@ -59,6 +59,10 @@ class KeyRanges:
         """Returns the arrays by their names in a Problem, those of NumPy as int32."""
         return dict(zip(RANGE_EDGES, map(_as_int32, (self.key_start, self.key_end)), strict=True))
 
+    def numbers(self) -> dict[str, Any]:
+        """Returns the other fields of a Problem that the mask decides."""
+        return {}
+
     @staticmethod
     def of(mask: Mask, num_queries: int, num_keys: int) -> KeyRanges:
         """Returns the ranges of a mask, for every sequence and head."""

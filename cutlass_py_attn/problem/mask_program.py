@@ -15,21 +15,29 @@ from typing import Any, Final
 
 import numpy as np
 
+from cutlass_py_attn.problem.tensors import MASK_ARRAYS
+
 BOOL, INT, FLOAT = "bool", "int32", "float32"
+KINDS: Final = (BOOL, INT, FLOAT)
 ARRAY_KINDS: Final = {"bool": BOOL, "uint8": BOOL, "int32": INT, "float32": FLOAT}  # of an element, by its dtype
 COORDINATES: Final = ("batch", "head", "query", "key")
-MAX_ARRAYS: Final = 4
 MAX_SCALARS: Final = 4
-MAX_RANK: Final = 4
-ARRAYS: Final = tuple(f"mask_array_{index}" for index in range(MAX_ARRAYS))  # operands and struct fields of them
+MASK_SCALARS: Final = tuple(f"mask_scalar_{index}" for index in range(MAX_SCALARS))  # struct fields
+OPERATIONS: Final = {  # and how many values each takes
+    "const": 0,
+    **dict.fromkeys(("not", "int", "float"), 1),
+    **dict.fromkeys(("add", "sub", "mul", "div", "mod", "min", "max", "lt", "le", "eq", "ne"), 2),
+    **dict.fromkeys(("and", "or", "xor", "shl", "shr"), 2),
+    "where": 3,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One operation: `const`, `load`, or one of OPERATIONS.
 
-    inputs: the number of `const`; the array of `load`, then the values of its index; else values. Values are the four
-        COORDINATES, the scalars, and the results of the steps, in this order
+    inputs: the number of `const`; the array of `load`, then the values of its index; else values. Values are numbered:
+        the four COORDINATES, the scalars, and the results of the steps, in this order
     """
 
     operation: str
@@ -48,7 +56,7 @@ class Step:
 class MaskProgram:
     """A traced mask function; the last step is whether a query sees a key.
 
-    arrays: (dtype, rank) of each array
+    arrays: (kind, rank) of each array, its kind one of KINDS
     scalars: how many integers are arguments beside the arrays
     """
 
@@ -57,17 +65,33 @@ class MaskProgram:
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
-        arrays = " ".join(f"{dtype}[{rank}]" for dtype, rank in self.arrays)
+        arrays = " ".join(f"{kind}[{rank}]" for kind, rank in self.arrays)
         return "; ".join((f"arrays {arrays}".strip(), f"scalars {self.scalars}", *map(str, self.steps)))
 
     @staticmethod
     def parse(text: str) -> MaskProgram:
-        """Returns the program of a text that `str` gave."""
+        """Returns the program of a text that `str` gave; ValueError if it is of none."""
         arrays, scalars, *steps = text.split("; ")
         described = (word.removesuffix("]").split("[") for word in arrays.split()[1:])
-        return MaskProgram(
-            tuple((dtype, int(rank)) for dtype, rank in described), int(scalars.split()[1]), tuple(map(_step, steps))
-        )
+        kinds = tuple((kind, int(rank)) for kind, rank in described)
+        program = MaskProgram(kinds, int(scalars.split()[1]), tuple(map(_step, steps)))
+        program._expect_sound()
+        return program
+
+    def _expect_sound(self) -> None:
+        """Raises ValueError for what no trace gives."""
+        first = len(COORDINATES) + self.scalars
+        is_sound = len(self.arrays) <= len(MASK_ARRAYS) and 0 <= self.scalars <= MAX_SCALARS and self.steps
+        is_sound = is_sound and all(kind in KINDS and 0 <= rank <= 4 for kind, rank in self.arrays)
+        for number, step in enumerate(self.steps):
+            count = OPERATIONS.get(step.operation)
+            if step.operation == "load":
+                is_array = bool(step.inputs) and 0 <= step.inputs[0] < len(self.arrays)
+                count = self.arrays[step.inputs[0]][1] if is_array else None
+            in_order = all(0 <= value < first + number for value in step.values)
+            is_sound = is_sound and in_order and len(step.values) == count
+        if not is_sound:
+            raise ValueError("its operations or arrays are not known")
 
     @property
     def digest(self) -> str:

@@ -15,11 +15,11 @@ import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.mask_program import (
-    ARRAY_KINDS,
     BOOL,
     COORDINATES,
     FLOAT,
     INT,
+    KINDS,
     MaskProgram,
     Step,
     array_functions,
@@ -214,7 +214,7 @@ class ArrayValue(_Symbol):
 
     def __getitem__(self, index: Any) -> Value:
         places = index if isinstance(index, tuple) else (index,)
-        dtype, rank = self.recorder.arrays[self.number]
+        kind, rank = self.recorder.arrays[self.number]
         if len(places) != rank or any(isinstance(place, slice) or place is None or place is ... for place in places):
             _fail(f"{self.name} has {rank} axes, and is indexed by {len(places)}", "index every axis by an integer")
         one = Value(self.recorder, INT, 0)
@@ -225,10 +225,9 @@ class ArrayValue(_Symbol):
         if any(constant is not None and constant < 0 for constant in constants):
             _fail(f"{self.name} is indexed by {min(filter(None, constants))}", "count from the first element")
         numbers = (value._as(INT).number for value in values)
-        return Value(self.recorder, ARRAY_KINDS[dtype], self.recorder.add("load", self.number, *numbers))
+        return Value(self.recorder, kind, self.recorder.add("load", self.number, *numbers))
 
 
-KINDS: Final = (BOOL, INT, FLOAT)
 COMPARISONS: Final = ("lt", "le", "eq", "ne")
 LOGICAL: Final = {"logical_and": "and", "logical_or": "or", "logical_xor": "xor", "logical_not": "not"}
 BITWISE: Final = ("and", "or", "xor", "not")
@@ -291,7 +290,7 @@ def trace(
 ) -> MaskProgram:
     """Returns the program of function(batch, head, query, key, **arguments).
 
-    arrays: (dtype, rank) of the arrays among the arguments by name, of dtype bool, uint8, int32 or float32
+    arrays: (kind, rank) of the arrays among the arguments by name, as a MaskProgram has them
     scalars: names of the integers among the arguments
 
     Raises NotSupported, with the line of the function, for what a kernel cannot do.

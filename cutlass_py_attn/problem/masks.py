@@ -27,10 +27,21 @@ UNLIMITED = 2**30 - 2**17  # means no edge; its sum with lengths up to 2^29 stay
 class Form(str):
     """Which edges a band has: "full" none, "causal" a right one, "local" both. Code asks for edges, not for names.
 
-    Form "ranges" has no band: each query has ranges of keys of its own, in memory (problem/key_ranges.py).
+    Form "ranges" has no band: each query has a range of keys of its own, in memory (problem/key_ranges.py). Behind its
+    name may stand the program of a mask function (problem/mask_program.py).
     """
 
     __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """The form without a program."""
+        return self.partition(" ")[0]
+
+    @property
+    def program(self) -> str:
+        """The text of the program of a mask function; "" for none."""
+        return self.partition(" ")[2]
 
     @property
     def has_left(self) -> bool:
@@ -40,12 +51,12 @@ class Form(str):
     @property
     def has_right(self) -> bool:
         """Whether a query does not see keys behind its diagonal."""
-        return self not in ("full", "ranges")
+        return self != "full" and not self.has_ranges
 
     @property
     def has_ranges(self) -> bool:
         """Whether arrays say which keys each query sees."""
-        return self == "ranges"
+        return self.name == "ranges"
 
     @property
     def sees_all(self) -> bool:

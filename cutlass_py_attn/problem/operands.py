@@ -20,6 +20,8 @@ from cutlass_py_attn.problem.tensors import (
     BMHK,
     F32_BYTES,
     KEY_ROPE,
+    MASK_ARRAY_AXES,
+    MASK_ARRAYS,
     OPERANDS,
     RANGE_AXES,
     RANGE_EDGES,
@@ -131,6 +133,8 @@ def _vector(problem: Problem, name: str, tensor: Tensor) -> Operand:
         strides = named_strides(name, ("row",), tensor.strides[:-1])
     elif name in RANGE_EDGES:
         strides = named_strides(name, RANGE_AXES, tensor.steps)
+    elif name in MASK_ARRAYS:
+        strides = named_strides(name, MASK_ARRAY_AXES, tensor.steps)
     elif name == VISIBLE_BLOCKS:
         strides = named_strides(name, BLOCK_AXES, tensor.steps)
     elif name in SCALES and tensor.shape != (1,):

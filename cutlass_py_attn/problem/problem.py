@@ -21,6 +21,7 @@ from cutlass_py_attn.problem.tensors import (
     F32_BYTES,
     FLOAT8,
     KEY_ROPE,
+    MASK_ARRAYS,
     OPERANDS,
     RANGE_EDGES,
     VISIBLE_BLOCKS,
@@ -55,6 +56,9 @@ class Problem:
         a query of a block may see a key of a block. Both first sizes may be 1; in a forward they may be those of every
         query head. None for all blocks
     block_size: queries and keys of a block
+    mask_program: text of the MaskProgram that hides keys as well; None for none
+    mask_scalars: the integers that it takes, an int32 each
+    mask_array_0 to mask_array_3: the arrays that it takes, of bool or uint8, int32 or float32
     dropout_p: probability that a weight is dropped
     philox_on_device: whether dropout's seed and offset are int64 in device memory
     sequences: the variable-length layout; None when all sequences have the length of the tensors
@@ -116,6 +120,12 @@ class Problem:
     key_end: Tensor | None = None
     visible_blocks: Tensor | None = None
     block_size: tuple[int, int] = (128, 128)
+    mask_program: str | None = None
+    mask_scalars: tuple[int, ...] | None = None
+    mask_array_0: Tensor | None = None
+    mask_array_1: Tensor | None = None
+    mask_array_2: Tensor | None = None
+    mask_array_3: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._python_numbers():
@@ -179,6 +189,8 @@ class Problem:
     @property
     def form(self) -> Form:
         """Form of the mask in kernels."""
+        if self.mask_program is not None:
+            return Form(f"{RANGES} {self.mask_program}")
         return self.mask.form if self.key_start is None and self.visible_blocks is None else RANGES
 
     @property
@@ -275,8 +287,12 @@ class Problem:
         found |= {name: replace(scale, alignment=F32_BYTES) for name, scale in self.scales.items()}
         if self.visible_blocks is not None:
             found[VISIBLE_BLOCKS] = replace(self.visible_blocks, alignment=1)
-        edges = ((name, getattr(self, name)) for name in RANGE_EDGES)
-        found |= {name: replace(edge, alignment=WORD_BYTES) for name, edge in edges if edge is not None}
+        words = ((name, getattr(self, name)) for name in (*RANGE_EDGES, *MASK_ARRAYS))
+        found |= {
+            name: replace(array, alignment=1 if array.dtype in ("bool", "uint8") else WORD_BYTES)
+            for name, array in words
+            if array is not None
+        }
         if self.grad_logsumexp is not None:
             found["grad_logsumexp"] = self.grad_logsumexp
         if self.pages is not None:

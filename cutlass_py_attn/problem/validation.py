@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cutlass_py_attn.problem import masks, paging, quantization
 from cutlass_py_attn.problem.block_sparse import block_size_refusals
+from cutlass_py_attn.problem.mask_program import ARRAY_KINDS, MaskProgram
 from cutlass_py_attn.problem.operands import of_tensor
 from cutlass_py_attn.problem.overlap import overlaps_itself
 from cutlass_py_attn.problem.scalars import MIN_SCALE, SCALARS, SCALE, SPLITS, digits, python_value
@@ -28,6 +29,8 @@ from cutlass_py_attn.problem.tensors import (
     RANGE_AXES,
     RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
+    MASK_ARRAY_AXES,
+    MASK_ARRAYS,
     VISIBLE_BLOCKS,
     Sequences,
     Shape,
@@ -49,7 +52,7 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, *RANGE_EDGES, VISIBLE_BLOCKS)
+TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, *RANGE_EDGES, VISIBLE_BLOCKS, *MASK_ARRAYS)
 _REQUIRED: Final = (*OPERANDS, "output")
 _NO_OVERLAP: Final = "an output must not overlap itself"
 _IN_FULL: Final = "allocate it in full"
@@ -78,6 +81,7 @@ def refusals(problem: Problem) -> list[Refusal]:
         *kinds,
         *_key_ranges(sound),
         *_visible_blocks(sound),
+        *_mask_function(sound),
         *_beside_arrays(sound),
         *_options(sound),
         *_gradients(sound),
@@ -162,7 +166,7 @@ def _ranks(problem: Problem) -> Iterator[Refusal]:
         tensor = getattr(problem, name)
         if isinstance(tensor, Tensor):
             yield from rank_refusals(name, tensor, 4, f"must be 4-D {axes}", "add the missing axes with size 1")
-    yield from stride_refusals({name: getattr(problem, name) for name in (*RANGE_EDGES, VISIBLE_BLOCKS)})
+    yield from stride_refusals({name: getattr(problem, name) for name in (*RANGE_EDGES, VISIBLE_BLOCKS, *MASK_ARRAYS)})
     for term in registry.terms():
         yield from stride_refusals(term.vectors(problem))
 
@@ -347,13 +351,42 @@ def _visible_blocks(problem: Problem) -> Iterator[Refusal]:
         yield from memory_refusals(VISIBLE_BLOCKS, blocks, BLOCK_AXES, is_written=False)
 
 
+def _mask_function(problem: Problem) -> Iterator[Refusal]:
+    """Yields what is wrong with the program of a mask function, and with what it takes."""
+    arrays = {name: array for name in MASK_ARRAYS if (array := getattr(problem, name)) is not None}
+    if problem.mask_program is None:
+        for name in arrays:
+            yield refuse(name, arrays[name].shape, "must be None without mask_program", "leave it None")
+        return
+    try:
+        program = MaskProgram.parse(problem.mask_program)
+    except ValueError as error:
+        yield refuse("mask_program", problem.mask_program, f"must be the text of a MaskProgram ({error})", "trace one")
+        return
+    scalars = problem.mask_scalars or ()
+    if not _are_ints(scalars, program.scalars) or any(not -(2**31) <= number < 2**31 for number in scalars):
+        yield refuse("mask_scalars", scalars, f"must be {program.scalars} int32", "pass what the function takes")
+    if [*arrays] != [*MASK_ARRAYS[: len(program.arrays)]]:
+        rule = f"must be {len(program.arrays)}, the first ones"
+        yield refuse("mask arrays", ", ".join(arrays), rule, "pass what the function takes")
+        return
+    for (name, array), (kind, rank) in zip(arrays.items(), program.arrays, strict=True):
+        if len(array.shape) != rank or 0 in array.shape:
+            yield refuse(f"{name}.shape", array.shape, f"must be of {rank} axes, none of them 0", "reshape it")
+        elif ARRAY_KINDS.get(array.dtype) != kind:
+            dtypes = " or ".join(dtype for dtype, own in ARRAY_KINDS.items() if own == kind)
+            yield refuse(f"{name}.dtype", array.dtype, f"must be {dtypes}", "convert it")
+        else:
+            yield from memory_refusals(name, array, MASK_ARRAY_AXES[:rank], is_written=False)
+
+
 def _beside_arrays(problem: Problem) -> Iterator[Refusal]:
-    if problem.key_start is None and problem.visible_blocks is None:
+    if not problem.form.has_ranges:
         return
     for name in ("sequences", "pages"):
         given = getattr(problem, name)
         if given is not None:
-            yield refuse(name, given, "must be None with key_start or visible_blocks", "leave these None")
+            yield refuse(name, given, "must be None with a mask in memory", "leave it None")
 
 
 def _options(problem: Problem) -> Iterator[Refusal]:

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cutlass_py_attn.problem.block_sparse import ArrayMask
+from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.reference.score_mod import (
     CuSeqlens,

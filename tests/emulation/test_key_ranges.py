@@ -16,8 +16,9 @@ from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.launch.tile_lists import RECORD_WORDS
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
-from cutlass_py_attn.problem.block_sparse import ArrayMask, BlockSparse
+from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor

@@ -574,7 +574,11 @@ class BackwardSm90:
             consumer.pipes.do.consumer_wait(turn.at)
             coordinates = self.scores.coordinates(consumer.gemms.mma_qk, turn.thread)
             key0 = turn.tile.key_tile * self.build.tile_n
-            self.ranges.mask(swap_view(row_view(consumer.r_s)), coordinates, turn.at.index, key0)
+            weights = swap_view(row_view(consumer.r_s))
+            self.ranges.mask(weights, coordinates, turn.at.index, key0)
+            if cutlass.const_expr(self.ranges.function is not None):
+                block = self.block_order.visited(consumer.p, turn.block).index
+                self.ranges.mask_by_function(consumer.p, weights, coordinates, turn.tile, (block, key0))
 
     def wait_for_grad_output(self, consumer: Consumer, turn: Turn) -> None:
         """Waits for grad_output of this query block."""

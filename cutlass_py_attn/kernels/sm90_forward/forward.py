@@ -109,6 +109,7 @@ class ConsumerState:
     r_p, r_o: P in the operands' dtype, and the accumulator of O
     softmax: the running softmax of the rows that the thread holds
     scale_log2: factor of the scores in the exponent
+    p: parameters of the kernel, for a mask function
     r_ranges: the keys that the rows see, with mask form "ranges"
     key_scale, value_scale: of a work tile's e4m3 codes: factors of the scores before score terms, and of the output
     """
@@ -123,6 +124,7 @@ class ConsumerState:
     r_o: cute.Tensor
     softmax: ChainedSoftmax
     scale_log2: Any
+    p: Any = None
     r_ranges: cute.Tensor | None = None
     key_scale: Any = None
     value_scale: Any = None
@@ -482,6 +484,7 @@ class ForwardSm90:
             r_o=self.mma_pv.accumulator(thread),
             softmax=kind(rows, cute.make_rmem_tensor(rows, Float32)),
             scale_log2=Float32(1.0) if self.score_mod.present else safe_scale(p.scale_log2),
+            p=p,
             r_ranges=None if self.ranges is None else self.ranges.registers(rows),
         )
 
@@ -549,7 +552,7 @@ class ForwardSm90:
         if cutlass.const_expr(self.ranges is not None):
             if work.first < work.partial_end:
                 key0 = key_tile * self.build.tile_n
-                self.ranges.mask(row_view(r_s), consumer.coordinates, key0, consumer.r_ranges)
+                self.ranges.mask(work, row_view(r_s), consumer, key0)
         elif tile_order.needs_mask(work.band, work.tile, key_tile, self.build.tile_m, self.build.tile_n):
             mask = masking.mask_by_bits if self.masks_by_bits else masking.mask_scores
             mask(work.band, row_view(r_s), consumer.coordinates, self.tile_origin(work, key_tile))
