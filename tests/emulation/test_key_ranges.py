@@ -18,8 +18,8 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
-from cutlass_py_attn.problem.mask_function import ArrayMask
-from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full
+from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.reference import numpy_reference
@@ -170,3 +170,61 @@ def test_blocks(
     problem = ranges.replace(mask=mask.band, visible_blocks=blocks, block_size=block_size)
     plan = planner.plan_of_build(problem, ranges_build(problem, tile), 2)
     check(case, problem, plan, machine_code(plan).ptx, mask, is_eager=False)
+
+
+def stripes(shape: Shape, random: np.random.Generator) -> MaskFunction:
+    """Returns every third diagonal and all far ones, others in each head; numbers below 0 are divided."""
+
+    def sees(batch: Any, head: Any, query: Any, key: Any, width: Any) -> Any:
+        return ((query - key + head) % width == 0) | ((key - query) // 100 < -1)
+
+    return MaskFunction(sees, {"width": 3})
+
+
+def documents_of_ids(shape: Shape, random: np.random.Generator) -> MaskFunction:
+    """Returns the keys of a query's document that are marked, and far ones of a large weight; batches differ."""
+
+    def sees(batch: Any, head: Any, query: Any, key: Any, ids: Any, marked: Any, weight: Any) -> Any:
+        is_close = np.minimum(query, 300) < key + 60
+        return (ids[batch, query] == ids[batch, key]) & (marked[key] | is_close) | (weight[0, key] > 1.5)
+
+    ids = np.sort(random.integers(0, 4, (shape.batch, max(shape.num_queries, shape.num_keys)), np.int32))
+    marked = random.random(shape.num_keys) < 0.5
+    return MaskFunction(sees, {"ids": ids, "marked": marked, "weight": random.standard_normal((1, shape.num_keys))})
+
+
+def tree(shape: Shape, random: np.random.Generator) -> MaskFunction:
+    """Returns the keys whose bits are set in words of 32, as of a tree; keys behind the words see the last one."""
+
+    def sees(batch: Any, head: Any, query: Any, key: Any, words: Any) -> Any:
+        return (words[query, key // 32] >> (key % 32)) & 1 != 0
+
+    words = random.integers(-(2**31), 2**31, (shape.num_queries, 10)).astype(np.int32)
+    words[EMPTY_TILE] = 0
+    return MaskFunction(sees, {"words": words})
+
+
+@pytest.mark.parametrize(
+    ("line", "make", "within", "tile", "is_eager"),
+    [
+        ("forward bf16_d128_q300_s420_b1_h4k2", stripes, Causal(), FORWARD[128], False),
+        ("forward bf16_d64_q300_s300_b2_h1", documents_of_ids, Full(), FORWARD[64], True),
+        ("forward bf16_d128_q300_s420_b1_h1", tree, CausalBottomRight(), "64x64x8:2", True),
+        ("backward bf16_d128_q300_s420_b1_h4k2", stripes, random_ranges, BACKWARD[128], False),
+        ("backward bf16_d64_q300_s300_b2_h2k1", documents_of_ids, Causal(), BACKWARD[64], True),
+        ("backward bf16_d64_q300_s300_b1_h1", tree, Full(), "64x64x12:4,3", True),
+    ],
+)
+def test_functions(
+    line: str, make: Any, within: Any, tile: str, is_eager: bool, machine_code: MachineCode
+) -> None:
+    case = Case.parse(f"{line}_full seed=3")
+    shape = case.problem().shape
+    within = within(shape, 5, (1, 1)) if callable(within) else within
+    drawn = make(shape, np.random.default_rng(13))
+    mask = MaskFunction(drawn.function, drawn.arguments, within)
+    layouts = {name: Tensor.contiguous(array.shape, array.dtype.name) for name, array in mask.arrays().items()}
+    problem = case.problem().replace(mask=mask.band, **layouts, **mask.numbers())
+    problem.check()
+    plan = planner.plan_of_build(problem, ranges_build(problem, tile), 2)
+    check(case, problem, plan, machine_code(plan).ptx, mask, is_eager=is_eager)

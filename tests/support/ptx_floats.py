@@ -63,8 +63,9 @@ class FloatThreads(Threads):
             if modifiers == ["sync", "ballot", "b32"]:
                 bits = (v[0] != 0).reshape(-1, WARP).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)
                 return bits.sum(axis=1).repeat(WARP)
-            assert modifiers == ["sync", "any", "pred"], f"{op}: not emulated"
-            return (v[0] != 0).reshape(-1, WARP).any(axis=1).repeat(WARP)
+            joined = {"any": np.any, "all": np.all}.get(modifiers[1])
+            assert joined is not None and modifiers == ["sync", modifiers[1], "pred"], f"{op}: not emulated"
+            return joined((v[0] != 0).reshape(-1, WARP), axis=1).repeat(WARP)
         if kind == "max" and "NaN" in modifiers:
             return _bits(np.maximum(*map(_number, v)))
         if kind == "min" and "NaN" in modifiers:

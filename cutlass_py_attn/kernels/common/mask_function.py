@@ -36,7 +36,9 @@ class MaskFunction:
             return value != Uint8(0) if kind == BOOL else value
 
         functions = Functions(lambda value: CONSTANTS[type(value)](value), load, OPERATIONS)
-        return self.program.compute((batch, head, query, key), scalars, functions)
+        # The division of a layout's coordinate rounds towards 0, that of what an Int64 becomes rounds down.
+        coordinates = [Int32(Int64(place)) for place in (batch, head, query, key)]
+        return self.program.compute(coordinates, scalars, functions)
 
 
 def _divided(left: Int32, right: Int32) -> Int32:
