@@ -106,7 +106,7 @@ def check(case: Case, problem: Problem, plan: Plan, ptx: str, mask: ArrayMask, *
     seen = np.broadcast_to(own, (shape.batch, shape.num_heads, *sizes))
     unseen = {
         "query": ~seen.any(axis=3).swapaxes(1, 2),
-        "key": ~seen.any(axis=2).reshape(shape.batch, *heads, shape.num_keys).all(axis=2).swapaxes(1, 2),
+        "key": ~seen.reshape(shape.batch, *heads, *sizes).any(axis=(2, 3)).swapaxes(1, 2),
     }
     for name, truth in expected.items():
         result = found[name].astype(np.float64)
