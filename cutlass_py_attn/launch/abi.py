@@ -220,6 +220,7 @@ LISTED_TILES: Fields = (
     *((f"mask_block_{name}", "i32") for name in ("rows", "columns", "heads")),
 )
 
+
 # Only in kernels with the program of a mask function: its integers, and its arrays with their strides and sizes.
 def _mask_program(program: MaskProgram) -> Fields:
     fields = [(name, "i32") for name in MASK_SCALARS[: program.scalars]]

@@ -63,7 +63,9 @@ class MaskFunction:
         object.__setattr__(self, "program", program)
 
     def _traced(self, function: Callable[..., Any]) -> MaskProgram:
-        arrays = {name: (ARRAY_KINDS[array.dtype.name], len(array.shape)) for name, array in self._arrays().items()}
+        arrays = {
+            name: (ARRAY_KINDS[_dtype_of(array)], len(_shape_of(array))) for name, array in self._arrays().items()
+        }
         return trace(function, arrays, [name for name in self.arguments if name not in arrays])
 
     def _arrays(self) -> dict[str, Any]:
@@ -135,19 +137,30 @@ def _argument_refusals(arguments: object) -> Iterator[Refusal]:
             if number is None or not WORD.min <= number <= WORD.max:
                 yield refuse(what, value, "must be an array, or an int32", "convert it")
             continue
-        kind = getattr(value.dtype, "kind", "")
-        is_converted = isinstance(value, np.ndarray) and kind in _CONVERTED
-        if not is_converted and getattr(value.dtype, "name", str(value.dtype)) not in ARRAY_KINDS:
-            yield refuse(f"{what}.dtype", str(value.dtype), "must be bool, uint8, int32 or float32", "convert it")
-        if len(value.shape) > len(MASK_ARRAY_AXES):
+        is_converted = isinstance(value, np.ndarray) and value.dtype.kind in _CONVERTED
+        if not is_converted and _dtype_of(value) not in ARRAY_KINDS:
+            yield refuse(f"{what}.dtype", _dtype_of(value), "must be bool, uint8, int32 or float32", "convert it")
+        if len(_shape_of(value)) > len(MASK_ARRAY_AXES):
             rule = f"must have at most {len(MASK_ARRAY_AXES)} axes"
-            yield refuse(f"{what}.shape", tuple(value.shape), rule, "join some")
-        if 0 in value.shape:
-            yield refuse(f"{what}.shape", tuple(value.shape), "must have an element", "pass one")
+            yield refuse(f"{what}.shape", _shape_of(value), rule, "join some")
+        if 0 in _shape_of(value):
+            yield refuse(f"{what}.shape", _shape_of(value), "must have an element", "pass one")
     for what, names, most in (("arrays", [*arrays], len(MASK_ARRAYS)), ("integers", [*arguments], MAX_SCALARS)):
         names = [name for name in names if (name in arrays) == (what == "arrays")]
         if len(names) > most:
             yield refuse("arguments", sorted(names), f"may have at most {most} {what}", "join some in one array")
+
+
+def _dtype_of(array: Any) -> str:
+    """Returns the name of an array's dtype, as NumPy has it."""
+    if hasattr(array, "dtype"):
+        return str(getattr(array.dtype, "name", array.dtype)).rpartition(".")[2]
+    described = getattr(array, "__cuda_array_interface__", None)
+    return "unknown" if described is None else np.dtype(described["typestr"]).name
+
+
+def _shape_of(array: Any) -> tuple[int, ...]:
+    return tuple(array.shape if hasattr(array, "shape") else array.__cuda_array_interface__["shape"])
 
 
 def _converted(value: Any) -> Any:

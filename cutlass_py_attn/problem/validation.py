@@ -52,7 +52,16 @@ MAX_BYTES = 2**63  # that the strides of a tensor reach: offsets are 64-bit inte
 LARGEST_SOFTCAP = {"float16": 2.0**100, "bfloat16": 2.0**100, "float32": 2.0**13}
 MAX_RATIO = 2.0**126  # of scale and softcap, and of softcap and scale: a normal float32
 _OF_TERMS: Final = (*registry.array_options(), *(f"grad_{name}" for name in registry.gradients()))
-TENSORS: Final = (*BMHK, "grad_logsumexp", *_OF_TERMS, *quantization.SCALES, KEY_ROPE, *RANGE_EDGES, VISIBLE_BLOCKS, *MASK_ARRAYS)
+TENSORS: Final = (
+    *BMHK,
+    "grad_logsumexp",
+    *_OF_TERMS,
+    *quantization.SCALES,
+    KEY_ROPE,
+    *RANGE_EDGES,
+    VISIBLE_BLOCKS,
+    *MASK_ARRAYS,
+)
 _REQUIRED: Final = (*OPERANDS, "output")
 _NO_OVERLAP: Final = "an output must not overlap itself"
 _IN_FULL: Final = "allocate it in full"
