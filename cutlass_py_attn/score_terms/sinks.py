@@ -24,6 +24,7 @@ class Sinks(ScoreTerm):
     name = "sinks"
     field = "sinks"
     gradient = "sinks"
+    needs_registers_sm90 = False
     vector = VectorOperand("sinks", (("num_heads",),), "logit of each head that joins the softmax's denominator")
     struct = StructFields(addresses=("sinks",))
     tile_tables = ()

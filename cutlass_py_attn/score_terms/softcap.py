@@ -35,6 +35,7 @@ class Softcap(ScoreTerm):
     field = "softcap"
     struct = StructFields(factors=("softcap",))
     tile_tables = ("softcap", "score_mod")  # its derivative stays in registers from S to dS
+    needs_registers_sm90 = False
     scales_products = True
     has_derivative = True
     meanings = (("softcap", "bound of the scores: softcap * tanh(scale Q K^T / softcap)"),)

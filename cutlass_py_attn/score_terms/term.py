@@ -105,7 +105,7 @@ class ScoreTerm:
     gradient: ClassVar[str] = ""
     struct: ClassVar[StructFields] = StructFields()
     tile_tables: ClassVar[tuple[str, ...]] = ("score_mod",)
-    needs_registers_sm90: ClassVar[bool] = False
+    needs_registers_sm90: ClassVar[bool] = True
     modifies_scores: ClassVar[bool] = True
     scales_products: ClassVar[bool] = False
     has_derivative: ClassVar[bool] = False

@@ -179,6 +179,7 @@ BACKWARD: Final = FusedKernel(
     summary="persistent blocks over key tiles",
     layouts=registry.LAYOUTS,
     terms=TERMS,
+    takes_registered_terms=True,
     beside_ranges=BESIDE_RANGES,
     has_key_stages=True,
     refusals=sm90_backward,
@@ -223,6 +224,7 @@ DS_REGISTERS_BACKWARD: Final = replace(
     variant=DS_REGISTERS,
     summary="persistent blocks over key tiles; dK is multiplied from dS in registers",
     terms=("bias", "sinks"),
+    takes_registered_terms=False,
     accumulators=_keeps_ds_accumulators,
     reason=_backward_reason(dk=_DK_FROM_REGISTERS),
 )
@@ -232,6 +234,7 @@ KEY_REGISTERS_BACKWARD: Final = replace(
     summary="persistent blocks over key tiles; dK is multiplied from dS in registers, dQ from the key tile in "
     "registers",
     terms=("sinks",),
+    takes_registered_terms=False,
     accumulators=_keeps_ds_accumulators,
     reason=_backward_reason(dk=_DK_FROM_REGISTERS, dq="dQ from keys in registers"),
 )

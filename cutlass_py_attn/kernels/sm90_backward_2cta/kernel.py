@@ -49,6 +49,7 @@ def _accumulators(build: Build) -> int:
 BACKWARD: Final = replace(
     sm90_backward.BACKWARD,
     variant=TWO_CTA,
+    takes_registered_terms=False,
     beside_ranges=None,
     steps=fixed_order,
     module="sm90_backward_2cta.backward",

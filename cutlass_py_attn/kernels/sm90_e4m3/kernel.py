@@ -29,6 +29,7 @@ def _accumulators(build: Build) -> int:
 FORWARD: Final = replace(
     sm90_forward.FORWARD,
     variant=E4M3,
+    takes_registered_terms=False,
     beside_ranges=None,
     module="sm90_e4m3.forward",
     summary="persistent blocks over query tiles of 8-bit operands; two warps transpose every value tile",

@@ -52,6 +52,7 @@ def _query_map(build: Build) -> dict[str, Tile]:
 FORWARD: Final = replace(
     sm90_forward.FORWARD,
     variant=E4M3_CACHE,
+    takes_registered_terms=False,
     beside_ranges=None,
     module="sm90_e4m3_cache.forward",
     summary="persistent blocks over query tiles; one warpgroup converts every key and value tile of e4m3 codes to 16 "

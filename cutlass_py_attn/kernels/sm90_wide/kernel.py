@@ -88,6 +88,7 @@ def _backward_grid(build: Build) -> Grid:
 FORWARD: Final = replace(
     sm90_forward.FORWARD,
     variant=WIDE,
+    takes_registered_terms=False,
     beside_ranges=None,
     module="sm90_wide.forward",
     summary="head dims beyond 256: clusters of two blocks over neighbouring query tiles; each block loads half of "
@@ -110,6 +111,7 @@ FORWARD: Final = replace(
 BACKWARD: Final = replace(
     sm90_backward.BACKWARD,
     variant=WIDE,
+    takes_registered_terms=False,
     beside_ranges=None,
     steps=fixed_order,
     module="sm90_wide.backward",
