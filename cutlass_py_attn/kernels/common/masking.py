@@ -14,6 +14,7 @@ from cutlass_py_attn.problem.masks import Band
 from cutlass_py_attn.score_terms.dropout import DROPOUT
 
 WORD_BITS = 32
+QUAD_COLUMNS, COLUMNS = 2, 8  # of an accumulator's row: neighbours in a thread, and columns that a quad shares
 
 
 def mask_scores(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile_origin: tuple[Int32, Int32]) -> None:
@@ -45,7 +46,7 @@ def mask_by_bits(band: Band, scores: cute.Tensor, coordinates: cute.Tensor, tile
 def bits_before(end: Int32) -> Uint32:
     """Returns a word with a bit for each column of a thread that is less than `end` columns after its first."""
     end = larger(end, 0)
-    count = end // 8 * 2 + smaller(end % 8, 2)
+    count = end // COLUMNS * QUAD_COLUMNS + smaller(end % COLUMNS, QUAD_COLUMNS)
     return cutlass.select_(count < WORD_BITS, (Uint32(1) << Uint32(count)) - 1, Uint32(0xFFFFFFFF))
 
 

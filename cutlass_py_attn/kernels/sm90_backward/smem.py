@@ -7,14 +7,13 @@ from cutlass import Float32, Int32, Int64
 
 from cutlass_py_attn.kernels.backward_parts.grad_query_accum import GradQueryAccum
 from cutlass_py_attn.kernels.common import params, tile_copy, tma
+from cutlass_py_attn.kernels.common.masking import COLUMNS, QUAD_COLUMNS
 from cutlass_py_attn.kernels.common.params import DTYPES
 from cutlass_py_attn.kernels.common.wgmma import smem_tile_at
 from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock
 from cutlass_py_attn.kernels.sm90_common.layout import tma_tiles
 from cutlass_py_attn.kernels.sm90_common.swap_ab import column_pairs, pair_coordinates
 from cutlass_py_attn.launch.build import Build
-
-QUAD_COLUMNS, COLUMNS = 2, 8  # of an accumulator's row: neighbours in a thread, and columns that a quad shares
 
 
 class BackwardSmem:

@@ -13,7 +13,14 @@ from cutlass_py_attn.launch.entry_points import ROW_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS
 from cutlass_py_attn.launch.tile_lists import ROWS_PADDING, STATE_TILES, STATE_WORDS
 from cutlass_py_attn.problem.masks import Band, Form
-from cutlass_py_attn.problem.tensors import BLOCK_AXES, RANGE_AXES, RANGE_EDGES, RANGE_WORDS, VISIBLE_BLOCKS
+from cutlass_py_attn.problem.tensors import (
+    BLOCK_AXES,
+    RANGE_AXES,
+    RANGE_EDGES,
+    RANGE_WORDS,
+    VISIBLE_BLOCKS,
+    WORD_BYTES,
+)
 
 WARPS = ROW_THREADS // WARP_THREADS
 ROWS_AT_ONCE = 4  # rows of shared memory that are compared before the next ones
@@ -29,7 +36,6 @@ class Ranges:
     def run(self, p: Any):
         """Computes the ranges of the block's query tile, and the states of all key tiles."""
         build = self.build
-        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         tiles = ceil_div(p.num_queries, build.tile_m)
         number = block // tiles
@@ -38,8 +44,20 @@ class Ranges:
         ranges = cute.make_tensor(rows_in_smem, cute.make_layout((RANGE_WORDS, build.tile_m)))
         edges = cute.make_tensor(rows_in_smem + build.tile_m * RANGE_WORDS, cute.make_layout((RANGE_WORDS, WARPS)))
         dependent_launch.start_next(build, "ranges")
+        least, most = self.cut(p, number, tile, ranges)
+        least, most = self.joined(edges, least, most)
+        self.find_states(p, number, tile, ranges, least, most)
+
+    @cute.jit
+    def cut(self, p: Any, number: Int32, tile: Int32, ranges: cute.Tensor):
+        """Writes the ranges of the rows of a query tile to memory and to `ranges`, in shared memory.
+
+        Returns the first key that a row of this thread sees, and one past the last.
+        """
+        build = self.build
+        thread, _, _ = cute.arch.thread_idx()
         padded = round_up(p.num_queries, ROWS_PADDING)
-        least, most = p.num_keys, Int32(0)  # of the keys that the thread's rows see
+        least, most = p.num_keys, Int32(0)
         for step in cutlass.range_constexpr(ceil_div(build.tile_m, ROW_THREADS)):
             row = step * ROW_THREADS + thread
             query = tile * build.tile_m + row
@@ -49,15 +67,27 @@ class Ranges:
                 least, most = smaller(least, cutlass.select_(start < end, start, p.num_keys)), larger(most, end)
                 if query < padded:
                     place = (Int64(number) * padded + query) * RANGE_WORDS
-                    target = params.pointer(p.key_ranges, Int32, 8) + params.assume_multiple(place, RANGE_WORDS)
-                    words = cute.make_tensor(target, cute.make_layout(RANGE_WORDS))
-                    words[0], words[1] = start, end
+                    self.store_pair(p.key_ranges, place, start, end)
+        return least, most
+
+    @cute.jit
+    def joined(self, edges: cute.Tensor, least: Int32, most: Int32):
+        """Returns the least and the most of all threads of the block; edges: in shared memory, of each warp."""
+        thread, _, _ = cute.arch.thread_idx()
         least, most = cute.arch.warp_redux_sync(least, "min"), cute.arch.warp_redux_sync(most, "max")
         if thread % WARP_THREADS == 0:
             edges[0, thread // WARP_THREADS], edges[1, thread // WARP_THREADS] = least, most
         cute.arch.sync_threads()
         for warp in cutlass.range_constexpr(WARPS):
             least, most = smaller(least, edges[0, warp]), larger(most, edges[1, warp])
+        return least, most
+
+    @cute.jit
+    def find_states(self, p: Any, number: Int32, tile: Int32, ranges: cute.Tensor, least: Int32, most: Int32):
+        """Writes the states of all key tiles of a query tile, whose rows see keys from `least` to before `most`."""
+        build = self.build
+        thread, _, _ = cute.arch.thread_idx()
+        tiles = ceil_div(p.num_queries, build.tile_m)
         rows = smaller(p.num_queries - tile * build.tile_m, build.tile_m)
         key_tiles = ceil_div(p.num_keys, build.tile_n)
         words = ceil_div(key_tiles, STATE_TILES)
@@ -75,11 +105,13 @@ class Ranges:
             )
             word = key_tile // STATE_TILES
             if (thread % WARP_THREADS == 0) & (word < words):
-                place = params.assume_multiple((first + word) * STATE_WORDS, STATE_WORDS)
-                target = cute.make_tensor(
-                    params.pointer(p.tile_states, Int32, 8) + place, cute.make_layout(STATE_WORDS)
-                )
-                target[0], target[1] = Int32(masks[0]), Int32(masks[1])
+                self.store_pair(p.tile_states, (first + word) * STATE_WORDS, Int32(masks[0]), Int32(masks[1]))
+
+    def store_pair(self, address: Int64, place: Int64, first: Int32, second: Int32) -> None:
+        """Stores two int32 at an even place of an array."""
+        target = params.pointer(address, Int32, 2 * WORD_BYTES) + params.assume_multiple(place, 2)
+        words = cute.make_tensor(target, cute.make_layout(2))
+        words[0], words[1] = first, second
 
     @cute.jit
     def keys_of(self, p: Any, number: Int32, query: Int32):
