@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.problem.append import AppendProblem as AppendProblem
     from cutlass_py_attn.problem.block_sparse import BlockSparse as BlockSparse
     from cutlass_py_attn.problem.key_ranges import KeyRanges as KeyRanges
+    from cutlass_py_attn.problem.mask_function import MaskFunction as MaskFunction
     from cutlass_py_attn.problem.masks import Causal as Causal
     from cutlass_py_attn.problem.masks import CausalBottomRight as CausalBottomRight
     from cutlass_py_attn.problem.masks import Full as Full
@@ -97,6 +98,7 @@ _PUBLIC_NAMES = {
     "problem.append": ("AppendProblem",),
     "problem.block_sparse": ("BlockSparse",),
     "problem.key_ranges": ("KeyRanges",),
+    "problem.mask_function": ("MaskFunction",),
     "problem.masks": ("Causal", "CausalBottomRight", "Full", "Mask", "Window"),
     "problem.merge": ("MergeProblem",),
     "problem.paging": ("Pages",),

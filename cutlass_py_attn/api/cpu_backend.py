@@ -14,9 +14,9 @@ from cutlass_py_attn.api.calls import problem_on_host
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
 from cutlass_py_attn.problem.block_sparse import BlockSparse
+from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
 from cutlass_py_attn.problem.mask_program import MaskProgram
-from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, MASK_ARRAYS, OPERANDS

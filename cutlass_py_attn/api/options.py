@@ -117,7 +117,7 @@ def _has_integers(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
 class ScoreOptions(TypedDict, total=False):
     """Options of scores, which every front end has; `AttentionOptions` describes them."""
 
-    mask: Mask | KeyRanges | BlockSparse
+    mask: Mask | KeyRanges | BlockSparse | MaskFunction
     scale: float | None
     bias: Any
     softcap: float
@@ -131,8 +131,8 @@ class AttentionOptions(ScoreOptions, total=False):
     The score of query i and key j is softcap * tanh(scale Q K^T / softcap) - alibi_slope * |i + num_keys -
     num_queries - j| + bias, and -inf where the mask excludes the key. Without softcap, the first term is scale Q K^T.
 
-    mask: keys that each query attends to; Full() by default. `KeyRanges` says it for each query in arrays, and
-        `BlockSparse` for blocks of queries.
+    mask: keys that each query attends to; Full() by default. `KeyRanges` says it for each query in arrays,
+        `BlockSparse` for blocks of queries, and `MaskFunction` by a function of positions.
     scale: factor of Q K^T; None for 1 / sqrt(head_dim).
     bias: (batch, num_heads, num_queries, num_keys) in the operands' dtype, with any strides; an axis of size 1 or
         stride 0 broadcasts. None for no bias.

@@ -32,12 +32,12 @@ from cutlass_py_attn.problem.tensors import (
     BLOCK_AXES,
     F32_BYTES,
     KEY_ROPE,
+    MASK_ARRAY_AXES,
+    MASK_ARRAYS,
     RANGE_AXES,
     RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
     ROW_STRIDES,
-    MASK_ARRAY_AXES,
-    MASK_ARRAYS,
     VISIBLE_BLOCKS,
 )
 from cutlass_py_attn.score_terms import registry

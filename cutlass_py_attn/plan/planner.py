@@ -136,7 +136,9 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
         rule = f"must be multiples of {BLOCK_MULTIPLE} for kernels"
         return [refuse("block_size", problem.block_size, rule, "use (128, 128), or a bias of -inf")]
     if problem.form.has_ranges and (rule := _rule_of_ranges(problem, arch)):
-        given = (name for name in ("mask_program", VISIBLE_BLOCKS, RANGE_EDGES[0]) if getattr(problem, name) is not None)
+        given = (
+            name for name in ("mask_program", VISIBLE_BLOCKS, RANGE_EDGES[0]) if getattr(problem, name) is not None
+        )
         field = next(given)
         return [refuse(field, getattr(problem, field), rule, "use another mask, or a bias of -inf")]
     has_latent_rows = problem.key_rope is not None

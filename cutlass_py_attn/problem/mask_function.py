@@ -82,7 +82,7 @@ class MaskFunction:
         return self.within if isinstance(self.within, Mask) else self.within.band
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yields what is wrong with `within`; the function and its arguments are checked when a MaskFunction is made."""
+        """Yields what is wrong with `within`; the function and its arguments are checked at its creation."""
         if not isinstance(self.within, Mask):
             yield from self.within.refusals()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +31,9 @@ OPERATIONS: Final = {  # and how many values each takes
     **dict.fromkeys(("and", "or", "xor", "shl", "shr"), 2),
     "where": 3,
 }
+
+
+_TEXT: Final = re.compile(r"arrays((?: \w+\[\d\])*); scalars (\d)((?:; \w+(?: [\w.+-]+)*)+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +75,20 @@ class MaskProgram:
     @staticmethod
     def parse(text: str) -> MaskProgram:
         """Returns the program of a text that `str` gave; ValueError if it is of none."""
-        arrays, scalars, *steps = text.split("; ")
-        described = (word.removesuffix("]").split("[") for word in arrays.split()[1:])
+        match = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError("it does not list arrays, scalars and operations")
+        arrays, scalars, steps = match.groups()
+        described = (word.removesuffix("]").split("[") for word in arrays.split())
         kinds = tuple((kind, int(rank)) for kind, rank in described)
-        program = MaskProgram(kinds, int(scalars.split()[1]), tuple(map(_step, steps)))
+        program = MaskProgram(kinds, int(scalars), tuple(map(_step, steps.split("; ")[1:])))
         program._expect_sound()
         return program
 
     def _expect_sound(self) -> None:
         """Raises ValueError for what no trace gives."""
         first = len(COORDINATES) + self.scalars
-        is_sound = len(self.arrays) <= len(MASK_ARRAYS) and 0 <= self.scalars <= MAX_SCALARS and self.steps
+        is_sound = len(self.arrays) <= len(MASK_ARRAYS) and 0 <= self.scalars <= MAX_SCALARS and bool(self.steps)
         is_sound = is_sound and all(kind in KINDS and 0 <= rank <= 4 for kind, rank in self.arrays)
         for number, step in enumerate(self.steps):
             count = OPERATIONS.get(step.operation)

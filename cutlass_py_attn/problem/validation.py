@@ -24,13 +24,13 @@ from cutlass_py_attn.problem.tensors import (
     FLOAT8,
     ITEM_BYTES,
     KEY_ROPE,
+    MASK_ARRAY_AXES,
+    MASK_ARRAYS,
     OPERAND_BYTES,
     OPERANDS,
     RANGE_AXES,
     RANGE_EDGES,
     ROW_ALIGNMENT_BYTES,
-    MASK_ARRAY_AXES,
-    MASK_ARRAYS,
     VISIBLE_BLOCKS,
     Sequences,
     Shape,
@@ -364,8 +364,9 @@ def _mask_function(problem: Problem) -> Iterator[Refusal]:
     """Yields what is wrong with the program of a mask function, and with what it takes."""
     arrays = {name: array for name in MASK_ARRAYS if (array := getattr(problem, name)) is not None}
     if problem.mask_program is None:
-        for name in arrays:
-            yield refuse(name, arrays[name].shape, "must be None without mask_program", "leave it None")
+        for name in ("mask_scalars", *arrays):
+            if (value := getattr(problem, name)) is not None:
+                yield refuse(name, value, "must be None without mask_program", "leave it None")
         return
     try:
         program = MaskProgram.parse(problem.mask_program)
@@ -390,7 +391,7 @@ def _mask_function(problem: Problem) -> Iterator[Refusal]:
 
 
 def _beside_arrays(problem: Problem) -> Iterator[Refusal]:
-    if not problem.form.has_ranges:
+    if all(getattr(problem, name) is None for name in ("key_start", VISIBLE_BLOCKS, "mask_program")):
         return
     for name in ("sequences", "pages"):
         given = getattr(problem, name)

@@ -19,7 +19,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
-from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask
+from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import Shape, Tensor
 from cutlass_py_attn.reference import numpy_reference
@@ -215,9 +215,7 @@ def tree(shape: Shape, random: np.random.Generator) -> MaskFunction:
         ("backward bf16_d64_q300_s300_b1_h1", tree, Full(), "64x64x12:4,3", True),
     ],
 )
-def test_functions(
-    line: str, make: Any, within: Any, tile: str, is_eager: bool, machine_code: MachineCode
-) -> None:
+def test_functions(line: str, make: Any, within: Any, tile: str, is_eager: bool, machine_code: MachineCode) -> None:
     case = Case.parse(f"{line}_full seed=3")
     shape = case.problem().shape
     within = within(shape, 5, (1, 1)) if callable(within) else within

@@ -64,7 +64,8 @@ class FloatThreads(Threads):
                 bits = (v[0] != 0).reshape(-1, WARP).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)
                 return bits.sum(axis=1).repeat(WARP)
             joined = {"any": np.any, "all": np.all}.get(modifiers[1])
-            assert joined is not None and modifiers == ["sync", modifiers[1], "pred"], f"{op}: not emulated"
+            assert joined is not None, f"{op}: not emulated"
+            assert modifiers == ["sync", modifiers[1], "pred"], f"{op}: not emulated"
             return joined((v[0] != 0).reshape(-1, WARP), axis=1).repeat(WARP)
         if kind == "max" and "NaN" in modifiers:
             return _bits(np.maximum(*map(_number, v)))

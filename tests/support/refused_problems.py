@@ -61,6 +61,16 @@ def blocks(shape: tuple[int, ...] = (2, 3, 1, 1), dtype: str = "bool") -> Proble
     return dense().replace(visible_blocks=Tensor.contiguous(shape, dtype))
 
 
+IDS = Tensor.contiguous((2, 50), "int32")
+
+
+def function(base: Problem | None = None, **changes: Any) -> Problem:
+    """Returns a problem with a mask function of an array of two axes and an integer, and changes."""
+    program = "arrays int32[2]; scalars 1; load 0 0 3; le 5 4"
+    problem = (base or dense()).replace(mask_program=program, mask_scalars=(3,), mask_array_0=IDS)
+    return problem.replace(**changes)
+
+
 RANKS: dict[str, Refused] = {
     "direction": (dense().replace(direction="sideways"), ["direction: one of forward, backward"]),
     "no grad_output": (dense("backward").replace(grad_output=None), ["grad_output: a tensor in the shape of output"]),
@@ -328,7 +338,7 @@ RANGES: dict[str, Refused] = {
     ),
     "ranges of packed sequences": (
         ranged((1, 1, 25), dense(base=LENGTHS).replace(sequences=Sequences(2, 25, 30))),
-        ["sequences: None with key_start or visible_blocks"],
+        ["sequences: None with a mask in memory"],
     ),
     "size of blocks": (dense().replace(block_size=(128, 0)), ["block_size: two ints above 0"]),
     "no size of blocks": (dense().replace(block_size="128"), ["block_size: two ints above 0"]),
@@ -337,4 +347,51 @@ RANGES: dict[str, Refused] = {
     "dtype of blocks": (blocks(dtype="float32"), ["visible_blocks.dtype: bool or uint8"]),
 }
 
-ALL: dict[str, Refused] = {**RANKS, **RANGES, **SIZES, **TERMS, **TENSORS, **OPTIONS, **GRADIENTS, **TOGETHER}
+FUNCTIONS: dict[str, Refused] = {
+    "scalars without a program": (dense().replace(mask_scalars=(1,)), ["mask_scalars: None without mask_program"]),
+    "arrays without a program": (
+        dense().replace(mask_array_0=IDS, mask_array_1=IDS),
+        ["mask_array_0: None without mask_program", "mask_array_1: None without mask_program"],
+    ),
+    "no text of a program": (dense().replace(mask_program="query >= key"), ["mask_program: the text of a MaskProgram"]),
+    "no text": (dense().replace(mask_program=5), ["mask_program: the text of a MaskProgram"]),
+    "count of scalars": (function(mask_scalars=(1, 2)), ["mask_scalars: 1 int32"]),
+    "no scalars": (function(mask_scalars=None), ["mask_scalars: 1 int32"]),
+    "a large scalar": (function(mask_scalars=(2**31,)), ["mask_scalars: 1 int32"]),
+    "a scalar that is no int": (function(mask_scalars=(1.0,)), ["mask_scalars: 1 int32"]),
+    "scalars that are no tuple": (function(mask_scalars=[1]), ["mask_scalars: 1 int32"]),
+    "no array of a program": (function(mask_array_0=None), ["mask arrays: 1, the first ones"]),
+    "other arrays of a program": (function(mask_array_0=None, mask_array_1=IDS), ["mask arrays: 1, the first ones"]),
+    "axes of a mask array": (
+        function(mask_array_0=Tensor.contiguous((40,), "int32")), ["mask_array_0.shape: of 2 axes, none of them 0"],
+    ),
+    "an empty mask array": (
+        function(mask_array_0=Tensor.contiguous((2, 0), "int32")), ["mask_array_0.shape: of 2 axes, none of them 0"],
+    ),
+    "dtype of a mask array": (
+        function(mask_array_0=Tensor.contiguous((2, 50), "float32")), ["mask_array_0.dtype: must be int32"],
+    ),
+    "address of a mask array": (
+        function(mask_array_0=dataclasses.replace(IDS, alignment=2)), ["mask_array_0.alignment: the 4 bytes"],
+    ),
+    "strides of a mask array": (
+        function(mask_array_0=dataclasses.replace(IDS, strides=(2**62, 1))),
+        ["mask_array_0.strides: fewer than 2**63 bytes"],
+    ),
+    "a function of packed sequences": (
+        function(dense(base=LENGTHS).replace(sequences=Sequences(2, 25, 30))),
+        ["sequences: None with a mask in memory"],
+    ),
+}  # fmt: skip
+
+ALL: dict[str, Refused] = {
+    **RANKS,
+    **RANGES,
+    **FUNCTIONS,
+    **SIZES,
+    **TERMS,
+    **TENSORS,
+    **OPTIONS,
+    **GRADIENTS,
+    **TOGETHER,
+}

@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from cutlass_py_attn.kernels.common import params, tile_copy, tma
+from cutlass_py_attn.kernels.common.key_ranges import range_place
 from cutlass_py_attn.kernels.common.mask_function import MaskFunction
 from cutlass_py_attn.kernels.common.masking import COLUMNS, QUAD_COLUMNS, WORD_BITS
 from cutlass_py_attn.kernels.sm90_backward.query_tile_order import QueryBlock
-from cutlass_py_attn.kernels.sm90_common.listed_tiles import range_place
 from cutlass_py_attn.kernels.sm90_common.score_tile import ScoreTile
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.tensors import RANGE_WORDS

@@ -1,4 +1,4 @@
-"""Listed tiles: what kernels of mask form "ranges" read of the lists of tiles and of the ranges in memory.
+"""Listed tiles: what kernels of mask form "ranges" read of the lists of tiles in memory.
 
 launch/tile_lists.py says what the lists contain. A work tile visits entries [first, end) of its list; those before
 partial_end need a mask.
@@ -7,15 +7,13 @@ partial_end need a mask.
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.kernels.common import params, seqlen_info
+from cutlass_py_attn.kernels.common.key_ranges import load_int32
 from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.launch.tile_lists import RECORD_WORDS, ROWS_PADDING, list_of
-from cutlass_py_attn.problem.tensors import RANGE_WORDS, WORD_BYTES
+from cutlass_py_attn.launch.tile_lists import RECORD_WORDS
 
 VECTOR_WORDS = 4  # of a record that are loaded at once
 
@@ -30,14 +28,6 @@ class Record(NamedTuple):
     partial_end: Int32
     end: Int32
     key_tile: Int32
-
-
-def load_int32(address: Int64, place: Any, count: int) -> cute.Tensor:
-    """Loads `count` int32 from a place in an array in global memory that is a multiple of `count`, 2 or 4."""
-    start = params.pointer(address, Int32, count * WORD_BYTES) + params.assume_multiple(Int64(place), count)
-    words = cute.make_rmem_tensor(count, Int32)
-    cute.autovec_copy(cute.make_tensor(start, cute.make_layout(count)), words)
-    return words
 
 
 def record(p: Any, number: Int32) -> Record:
@@ -58,9 +48,3 @@ def work_tile_of(build: Build, p: Any, found: Record) -> WorkTile:
     band = seqlen_info.band(build, p, seqlen)
     tile = WorkTile(seqlen, band, found.head, found.tile, found.first, found.end)
     return replace(tile, partial_end=found.partial_end, key_tile=found.key_tile)
-
-
-def range_place(p: Any, batch: Int32, head: Int32, query: Any) -> Int64:
-    """Returns where the range of a query starts in key_ranges (elements)."""
-    of_head = Int64(list_of(batch, head, p.ranges_batch, p.ranges_heads)) * round_up(p.num_queries, ROWS_PADDING)
-    return (of_head + query) * RANGE_WORDS

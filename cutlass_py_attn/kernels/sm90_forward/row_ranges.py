@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from cutlass_py_attn.integers import ceil_div, round_up, smaller
+from cutlass_py_attn.kernels.common.key_ranges import load_int32, range_place
 from cutlass_py_attn.kernels.common.mask_function import MaskFunction
 from cutlass_py_attn.kernels.common.masking import COLUMNS, QUAD_COLUMNS, WORD_BITS, bits_before
-from cutlass_py_attn.kernels.sm90_common.listed_tiles import Record, load_int32, range_place
+from cutlass_py_attn.kernels.sm90_common.listed_tiles import Record
 from cutlass_py_attn.kernels.sm90_common.tile_scheduler import WorkTile
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_lists import ROWS_PADDING

@@ -35,7 +35,7 @@ def definitions(problem: Problem, build: Build) -> dict[str, Expr]:
 
 
 def grids(build: Build) -> dict[str, Grid]:
-    """Returns the grids: a block for a query tile, and for a word of its states, a warp for a list, a thread for a record."""
+    """Returns the grids: a block for a query tile or a word of its states, a warp for a list, a thread for a record."""
     if not build.form.has_ranges:
         return {}
     return {

@@ -8,8 +8,8 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from cutlass_py_attn.integers import ceil_div, smaller
 from cutlass_py_attn.kernels.common import dependent_launch, params, tile_copy
+from cutlass_py_attn.kernels.common.key_ranges import load_int32, range_place
 from cutlass_py_attn.kernels.common.mask_function import MaskFunction
-from cutlass_py_attn.kernels.sm90_common.listed_tiles import load_int32, range_place
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.entry_points import PAIR_THREADS
 from cutlass_py_attn.launch.gemm_spec import WARP_THREADS

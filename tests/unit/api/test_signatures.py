@@ -59,7 +59,7 @@ def test_every_declared_option_is_one_of_the_table(declared: type) -> None:
     A mask of ranges is a band and two arrays there.
     """
     table = {field.name: field.type for field in fields(options.Options)}
-    table |= {"stream": "object", "mask": "Mask | KeyRanges | BlockSparse"}
+    table |= {"stream": "object", "mask": "Mask | KeyRanges | BlockSparse | MaskFunction"}
     differ = {name for name, kind in annotations_of(declared).items() if table[name] != kind}
     assert differ == {name for kind, name in NARROWER if kind == declared.__name__}
 
@@ -68,9 +68,8 @@ def test_help_shows_the_options() -> None:
     lines = pydoc.plain(pydoc.render_doc(cutlass_py_attn.attention_forward))
     # From Python 3.13 on each parameter has its line, and from 3.14 on types have no quotes.
     text = " ".join(lines.split()).replace("( ", "(").replace("'", "")
-    assert (
-        "attention_forward(query: Any, key: Any, value: Any, *, mask: Mask | KeyRanges | BlockSparse = Full()" in text
-    )
+    masks = "Mask | KeyRanges | BlockSparse | MaskFunction"
+    assert f"attention_forward(query: Any, key: Any, value: Any, *, mask: {masks} = Full()" in text
     assert "softcap: float = 0.0" in text
     assert "Computes softmax(scale Q K^T + bias, masked) V" in text
 

@@ -246,7 +246,7 @@ def test_a_manifest_from_elsewhere_deletes_nothing_outside_of_its_folder(
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Returns what a change of a file changes: which file it is, and when it was written. Reading changes none of it."""
+    """Returns what a change of a file changes: which file it is, and when it was written. Reading changes none."""
     status = path.lstat()
     return status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns
 
