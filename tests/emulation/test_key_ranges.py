@@ -132,6 +132,8 @@ def check(case: Case, problem: Problem, plan: Plan, ptx: str, mask: ArrayMask, *
         ("backward bf16_d128_q200_s300_b2_h1", everything, (1, 1), BACKWARD[128], 1, False),
         ("backward bf16_d64_q300_s420_b1_h2k1", random_ranges, (1, 1), BACKWARD[64], 1, True),
         ("backward f16_d128_q300_s300_b1_h2k1_sinks", random_ranges, (1, 2), "64x128x16:3,2+ds_registers", 1, True),
+        ("forward bf16_d128_q300_s420_b1_h2k1_softcap2", random_ranges, (1, 2), "128x128x12:2", 2, False),
+        ("backward bf16_d128_q300_s420_b1_h2k1_softcap2", random_ranges, (1, 2), "64x128x16:3,2", 2, True),
     ],
 )
 def test_ranges(

@@ -12,7 +12,7 @@ from cutlass_py_attn.launch.variants import E4M3, WIDE
 from cutlass_py_attn.problem.tensors import FLOAT8, ROW_ALIGNMENT_BYTES
 
 SM90_MAX_HEAD_DIM: Final = 256
-BESIDE_RANGES: Final = ("grouped", "sinks")  # features with which the kernels read ranges of keys
+BESIDE_RANGES: Final = ("grouped", "sinks", "softcap")  # features with which the kernels read ranges of keys
 WGMMA_DEPTH: Final = 16  # elements that one 16-bit wgmma sums over
 
 
