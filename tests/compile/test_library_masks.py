@@ -19,6 +19,7 @@ from tests.support.bundle_hosts import ADDRESSES
 from tests.support.fake_driver import FakeDriver
 from tests.support.library_host import FLAGS, STATUS, LibraryHost, compiled, exported, filled, target_of
 from tests.support.library_launches import FREE, by_library, by_package, expected_plan
+from tests.support.listed_plans import with_blocks
 
 CASES = (
     "bf16_d128_s512_b2_h4k2_causal_ranges11documents",
@@ -31,18 +32,11 @@ BLOCK_SIZES = ((128, 128), (128, 128), (256, 128), (384, 384), (64, 64), (192, 2
 BANDS = (Full(), Causal(), CausalBottomRight(), Window(40, 9), Window(None, 3))
 
 
-def blocks_of(problem: Problem, sizes: tuple[int, int], axes: tuple[bool, bool], heads: int) -> Problem:
-    """The problem with visible blocks; axes: whether those of each sequence, and of each of so many heads differ."""
-    full = problem.shape.visible_blocks(sizes)
-    shape = full[0] if axes[0] else 1, heads if axes[1] else 1, *full[2:]
-    return problem.replace(visible_blocks=Tensor.contiguous(shape, "bool"), block_size=sizes)
-
-
 def exported_problems() -> list[Problem]:
     """Those of CASES, and one whose blocks the first tile of its head dim does not divide."""
     found = [spec.parse(case).problem(direction) for case in CASES for direction in DIRECTIONS]
     without = found[4].replace(key_start=None, key_end=None)
-    return [*found, blocks_of(without, (128, 128), (True, True), 4)]
+    return [*found, with_blocks(without, (128, 128), (True, True), 4)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ def drawn(draw: random.Random) -> Problem:
     if kind != "ranges":
         heads = draw.choice((heads_key, shape.num_heads)) if direction == "forward" else heads_key
         axes = draw.random() < 0.5, draw.random() < 0.5
-        problem = blocks_of(problem, draw.choice(BLOCK_SIZES), axes, heads)
+        problem = with_blocks(problem, draw.choice(BLOCK_SIZES), axes, heads)
     return problem
 
 
@@ -127,7 +121,7 @@ def call_of(host: LibraryHost, direction: str = "backward", kind: str = "both") 
     """The call of a problem of two sequences and grouped heads, each with a mask of its own."""
     problem = spec.parse(CASES[0].replace("ranges11documents", "rangesbh")).problem(direction)
     if kind != "ranges":
-        problem = blocks_of(problem, (128, 128), (True, True), problem.shape.num_heads_key)
+        problem = with_blocks(problem, (128, 128), (True, True), problem.shape.num_heads_key)
     if kind == "blocks":
         problem = problem.replace(key_start=None, key_end=None)
     return filled(host.new_call(), problem, first_address=ADDRESSES)
@@ -241,6 +235,6 @@ def test_other_kernels_take_no_masks_in_memory(host: LibraryHost) -> None:
 def test_problems_that_differ_by_axes_alone_have_one_kernel(tmp_path: Path) -> None:
     """A call says which axes its arrays have."""
     problems = [spec.parse(f"bf16_d128_s512_b2_h4_causal_ranges{axes}").problem("forward") for axes in ("11", "bh")]
-    with_blocks = blocks_of(problems[0], (128, 128), (True, False), 1)
-    found = exported(tmp_path / "made", (*problems, with_blocks)).plans("forward")
+    problems.append(with_blocks(problems[0], (128, 128), (True, False)))
+    found = exported(tmp_path / "made", tuple(problems)).plans("forward")
     assert [plan.symbol for plan in found] == ["fwd_sm90_bf16_d128_ranges_128x128"]
