@@ -30,7 +30,6 @@ from cutlass_py_attn.problem.append import AppendProblem
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import path_refusals
-from cutlass_py_attn.problem.tensors import RANGE_EDGES, VISIBLE_BLOCKS
 from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.runtime import driver
 from cutlass_py_attn.runtime.binding import Bound, bind
@@ -233,7 +232,7 @@ def _problem_refusals(problem: object) -> list[Refusal]:
 def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], name: str, is_library: bool) -> None:
     """Raises NotSupported with every objection to the arguments of an export."""
     refusals = [refusal for problem in problems for refusal in problem.refusals()]
-    refusals += _range_refusals(problems)
+    refusals += _program_refusals([problem for problem in problems if isinstance(problem, Problem)])
     directions = [problem.direction for problem in problems]
     library = "export a library with export_library (--library)"
     if not problems:
@@ -256,13 +255,12 @@ def _check(path: Path, problems: Sequence[AnyProblem], archs: Sequence[str], nam
         raise NotSupported(refusals)
 
 
-def _range_refusals(problems: Sequence[AnyProblem]) -> Iterator[Refusal]:
-    """Yields why the calls of a bundle or a library cannot pass ranges of keys."""
-    attention = [problem for problem in problems if isinstance(problem, Problem)]
-    for name in (RANGE_EDGES[0], VISIBLE_BLOCKS):
-        for array in {getattr(problem, name) for problem in attention} - {None}:
-            rule = "must be None, for the structs of exported calls have no fields for masks in memory"
-            yield refuse(name, array, rule, "launch these kernels from Python, or export another mask")
+def _program_refusals(problems: Sequence[Problem]) -> Iterator[Refusal]:
+    """Yields why exported calls cannot pass what mask functions take."""
+    rule = "must be None, for the structs of exported calls have no fields for the arrays of mask functions"
+    for program in dict.fromkeys(problem.mask_program for problem in problems):
+        if program is not None:
+            yield refuse("mask_program", program, rule, "launch these kernels from Python, or export another mask")
 
 
 def _total_refusals(problems: Sequence[MergeProblem]) -> Iterator[Refusal]:

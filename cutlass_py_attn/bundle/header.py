@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cutlass_py_attn.bundle import c_text
+from cutlass_py_attn.bundle.numbers import MASK_OPERANDS
 
 
 def render(manifest: Mapping[str, Any]) -> str:
@@ -13,5 +14,7 @@ def render(manifest: Mapping[str, Any]) -> str:
     passes = {item["direction"]: item for item in manifest["problems"]}
     targets = [target for item in passes.values() for target in item["targets"]]
     template = c_text.environment(manifest["name"], "the C header").get_template("header.h.j2")
-    text: str = template.render(**manifest, passes=passes, **c_text.sizes(targets), owner="bundle", driver="")
+    text: str = template.render(
+        **manifest, passes=passes, **c_text.sizes(targets), owner="bundle", driver="", masks=MASK_OPERANDS
+    )
     return text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS
-from cutlass_py_attn.problem.masks import FORMS
+from cutlass_py_attn.problem.masks import FORMS, RANGES
 from cutlass_py_attn.problem.tensors import BIASES, BMHK, FLOAT8, ITEM_BYTES, ROW_STRIDES
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.bias import AXES as BIAS_STRIDES
@@ -29,7 +29,7 @@ STATUSES: Final = (
 )
 _DTYPE_WORDS: Final = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", FLOAT8: "E4M3"}
 DTYPES: Final = tuple((number, _DTYPE_WORDS[name], name) for number, name in enumerate((*ITEM_BYTES, FLOAT8), 1))
-MASKS: Final = FORMS
+MASKS: Final = (*FORMS, RANGES)
 # Features that a program asks for by a flag. The others follow from numbers: grouped, softcap, dropout.
 FLAGS: Final = (
     ("VARLEN", 1, "varlen", "sequences of different lengths, concatenated: cu_seqlens_q and _k, tokens_q and _k"),
@@ -47,6 +47,8 @@ FLAGS: Final = (
     ("VALUE_IN_KEY", 4096, "value_in_key", "FORWARD: value is the first head_dim_value columns of key, not an array"),
     ("TILE_SCALES", 8192, "tile_scales", "E4M3_CACHE: scales of each 128 columns of codes. FORWARD: VALUE_IN_KEY too; "
      "key_rope has the columns of key without codes. APPEND: computes the scales; value_cache has no codes"),
+    ("KEY_RANGES", 16384, "", "a query sees the keys from its key_start on that are before its key_end"),
+    ("VISIBLE_BLOCKS", 32768, "", "a query sees keys where visible_blocks has a 1 for the blocks of both"),
 )  # fmt: skip
 # All that these may have.
 DIRECTION_FLAGS: Final = {"append": ("E4M3_CACHE", "ROW_SCALES", "TILE_SCALES"), "merge": ("VARLEN",)}
@@ -143,6 +145,12 @@ CALL: Final = (
     Field("query_scale", "array", "E4M3: likewise of query, for the heads that read a head of key"),
     Field("key_rope", "array", "TILE_SCALES: the head_dim - head_dim_value columns of key behind its codes, of dtype"),
     Field("key_scale_tile", "i64", "TILE_SCALES: elements from one scale of a row to the next", "1"),
+    Field("key_start", "array", f"KEY_RANGES: {_KEYS} [batch, head, query], see above"),
+    Field("key_end", "array", "KEY_RANGES: likewise"),
+    Field("visible_blocks", "bias", "VISIBLE_BLOCKS: bytes, 0 or 1, [batch, head, block of queries, block of keys]"),
+    Field("mask_block_rows", "i64", "VISIBLE_BLOCKS: queries of a block, a multiple of the tile's", "128"),
+    Field("mask_block_columns", "i64", "VISIBLE_BLOCKS: keys of a block, a multiple of the tile's", "128"),
+    Field("mask_block_heads", "i64", "VISIBLE_BLOCKS: heads of query for each head of visible_blocks, see above", "1"),
 )  # fmt: skip
 C_TYPES: Final = {"u32": "uint32_t", "i32": "int32_t", "u64": "uint64_t", "i64": "int64_t", "f64": "double"}
 RUST_TYPES: Final = {
@@ -156,7 +164,10 @@ RUST_TYPES: Final = {
 }
 
 # Inputs and pointers of the rules that the request, not the call, has: what follows from the call's fields.
-_REQUEST: Final = ("window_left", "window_right", "dropout_threshold", "keep_scale", "table_entries")
+_REQUEST: Final = (
+    *("window_left", "window_right", "dropout_threshold", "keep_scale", "table_entries"),
+    *("has_key_ranges", "has_visible_blocks", "ranges_batch", "ranges_heads"),
+)
 _CAST: Final = ("philox_seed", "philox_offset")
 _AXES: Final = {
     **{each.name: ROW_STRIDES for each in CALL if each.kind == "array"},

@@ -15,8 +15,12 @@ import numpy as np
 from cutlass_py_attn import __version__
 from cutlass_py_attn.bundle import c_text, interface
 from cutlass_py_attn.bundle.dispatch import ALWAYS, Facts, facts_of, order_key
+from cutlass_py_attn.bundle.numbers import MASK_OPERANDS
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem, from_json
 from cutlass_py_attn.launch.build import ROW_KINDS, Build
+from cutlass_py_attn.launch.expressions import Name
+from cutlass_py_attn.launch.names import MASK_BLOCK_COLUMNS, MASK_BLOCK_HEADS, MASK_BLOCK_ROWS
+from cutlass_py_attn.plan import preconditions
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.problem import Problem
@@ -29,12 +33,32 @@ from cutlass_py_attn.problem.quantization import (
     SCALES,
     has_codes,
 )
-from cutlass_py_attn.problem.tensors import BMHK, ITEM_BYTES, KEY_ROPE, LSE_PADDING, OPERAND_BYTES, WORD_BYTES
+from cutlass_py_attn.problem.tensors import (
+    BLOCK_AXES,
+    BMHK,
+    ITEM_BYTES,
+    KEY_ROPE,
+    LSE_PADDING,
+    OPERAND_BYTES,
+    RANGE_AXES,
+    RANGE_EDGES,
+    VISIBLE_BLOCKS,
+    WORD_BYTES,
+)
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import PHILOX
 
 Json = dict[str, Any]
 
+_HAS_RANGES: Final = Name("has_key_ranges")
+_HAS_BLOCKS: Final = Name("has_visible_blocks")
+# Numbers of a call with masks in memory: strides of the arrays, and sizes of blocks.
+_OF_MASKS: Final = (
+    *(f"{name}_{axis}" for name in RANGE_EDGES for axis in RANGE_AXES),
+    *(f"{VISIBLE_BLOCKS}_{axis}" for axis in BLOCK_AXES),
+    *map(str, (MASK_BLOCK_ROWS, MASK_BLOCK_COLUMNS, MASK_BLOCK_HEADS)),
+)
+_AXES_OF_LISTS: Final = ("ranges_batch", "ranges_heads")
 _IMAGE_ALIGNMENT: Final = 64
 _WORDS_IN_LINE: Final = 6
 _FUNCTIONS: Final = (
@@ -133,9 +157,13 @@ def _kernels(manifest: Mapping[str, Any]) -> tuple[list[Json], list[Build]]:
             builds.append(build)
             strides = _scale_strides(problem, build)
             addresses = _optional_addresses(target, has_scales=bool(strides))
+            passed = _with_scales({**item, "pointers": _aligned(item["pointers"], build)}, strides)
+            launched = _with_sources(target, addresses, strides)
+            if build.form.has_ranges:
+                passed, launched = _with_masks(passed), _of_masks(launched, build)
             kernels.append({
-                "item": _with_scales({**item, "pointers": _aligned(item["pointers"], build)}, strides),
-                "target": _with_sources(target, addresses, strides),
+                "item": passed,
+                "target": launched,
                 "facts": _numbers(facts_of(problem, build)),
                 "shared_memory": max(sizes),
                 "first_entry": first_entry,
@@ -179,6 +207,30 @@ def _with_scales(item: Json, strides: Mapping[str, str]) -> Json:
     inputs = {name: {"type": "i64"} for name, rule in strides.items() if rule == name}
     pointers = {name: each for name, each in item["pointers"].items() if name not in SCALES}
     return {**item, "inputs": {**item["inputs"], **inputs}, "pointers": pointers}
+
+
+def _with_masks(item: Json) -> Json:
+    """Returns a problem whose calls may have ranges of keys, visible blocks or both, whichever were exported.
+
+    A call says by flags which arrays it has, and by strides of 0 of which axes these have one.
+    """
+    arrays = {name: {"alignment": WORD_BYTES, "when": str(_HAS_RANGES)} for name in RANGE_EDGES}
+    arrays |= {VISIBLE_BLOCKS: {"alignment": 1, "when": str(_HAS_BLOCKS)}}
+    numbers = *_OF_MASKS, *_AXES_OF_LISTS, str(_HAS_RANGES), str(_HAS_BLOCKS)
+    inputs = {name: {"type": "i64"} for name in numbers}
+    return {**item, "inputs": {**item["inputs"], **inputs}, "pointers": {**item["pointers"], **arrays}}
+
+
+def _of_masks(target: Json, build: Build) -> Json:
+    """Returns the target with the rules of such calls in place of those of the exported arrays."""
+    exported = {str(rule) for rule, _ in preconditions.block_sizes(build)}
+    required = *preconditions.block_sizes(build, _HAS_BLOCKS), *preconditions.block_heads(build, _HAS_BLOCKS)
+    others = [each for each in target["conditions"] if each["rule"] not in exported]
+    return {
+        **_with_sources(target, MASK_OPERANDS, {name: name for name in _OF_MASKS}),
+        "conditions": [*others, *({"rule": str(rule), "says": says} for rule, says in required)],
+        "definitions": [each for each in target["definitions"] if each["name"] not in _AXES_OF_LISTS],
+    }
 
 
 def _optional_addresses(target: Json, *, has_scales: bool) -> set[str]:

@@ -6,14 +6,16 @@ from typing import Final
 
 from cutlass_py_attn.bundle.inputs import Input, Pointer
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.launch.names import MASK_BLOCK_COLUMNS, MASK_BLOCK_ROWS
 from cutlass_py_attn.plan import launch_rules
 from cutlass_py_attn.problem.operands import Operand
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import KEY_ROPE
+from cutlass_py_attn.problem.tensors import KEY_ROPE, RANGE_EDGES, VISIBLE_BLOCKS
 from cutlass_py_attn.runtime import params
 from cutlass_py_attn.score_terms import registry
 
+MASK_OPERANDS: Final = (*RANGE_EDGES, VISIBLE_BLOCKS)  # masks in memory
 _SIZES: Final = {
     "batch": "batch size",
     "num_queries": "queries of one sequence",
@@ -57,6 +59,11 @@ _WORKSPACE: Final = {
     "partial_output": "float32 partial output of each key split",
     "partial_logsumexp": "float32 partial logsumexp of each key split, in base 2",
     "schedule": "int32 places where teams of blocks cut the keys of a row",
+    "key_ranges": "int32 ranges of keys, cut to the mask",
+    "tile_states": "int32 bits of the tiles that queries visit, and of those of which they see every pair",
+    "tile_entries": "int32 tiles that each work tile visits",
+    "list_sizes": "int32 sizes of these lists",
+    "work_list": "int32 records of the work tiles, in the order of execution",
     "shared_sums": "float32 sums of the gradients of key tiles that blocks share, and int32 counts of their parts",
 }
 _DERIVED: Final = {
@@ -68,6 +75,12 @@ _DERIVED: Final = {
     "first_batch": "batch index of grid position 0",
     "first_head": "head index of grid position 0",
     "scale_log2": "scale * log2(e)",
+    "ranges_batch": "sequences with ranges of keys, or blocks, of their own: batch, or 1",
+    "ranges_heads": "query heads with ranges of keys, or blocks, of their own: num_heads, or 1",
+    "device_sms": "multiprocessors of the device",
+    "mask_block_rows": "queries of a block of visible_blocks",
+    "mask_block_columns": "keys of a block of visible_blocks",
+    "mask_block_heads": "query heads that have the same visible_blocks",
     "num_teams": "teams of blocks that share the keys of all sequences",
     "team_rows": "blocks of a team, one for each tile of query rows of a key head",
     "chunk_tiles": "key tiles of a chunk",
@@ -79,6 +92,9 @@ _VECTORS: Final = {
     "cu_seqlens_k": "where the keys of each sequence start; the last entry is where they end",
     "seqused_k": "keys that each sequence uses",
     "page_table": "pages of each sequence in the order of its keys",
+    "key_start": "first key that each query sees",
+    "key_end": "one past the last key that each query sees",
+    "visible_blocks": "whether a block of queries sees a block of keys",
     **{name: f"scales of {name.removesuffix('_scale')}'s e4m3 codes" for name in SCALES},
     "page_indptr": "where the entries of each sequence in page_table start; the last entry is where they end",
     "philox_seed": "key of the random numbers, in device memory",
@@ -94,7 +110,7 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
     found = {name: Input("i64", value, {**_SIZES, **lengths}[name]) for name, value in sizes(problem).items()}
     terms = registry.present(problem)
     planned = dict(launch_rules.params(problem, build))
-    edges = build.form.parameters
+    edges = launch_rules.edges_of(build)
     numbers = [
         *(field for name in problem.tensors() for field in operands[name].strides),
         *(("page_table_row",) if problem.pages is not None else ()),
@@ -103,6 +119,8 @@ def inputs(problem: Problem, build: Build) -> dict[str, Input]:
         *edges,
         *(("bottom_right",) if edges else ()),
         *(name for term in terms for name in term.struct.sizes),
+        *(field for name in MASK_OPERANDS if name in operands for field in operands[name].strides),
+        *(map(str, (MASK_BLOCK_ROWS, MASK_BLOCK_COLUMNS)) if problem.visible_blocks is not None else ()),
     ]
     found |= {name: Input("i64", int({**given, **planned}.get(name, 0)), meaning(name)) for name in numbers}
     factors = ("scale", *(name for term in terms for name in term.struct.factors))

@@ -19,6 +19,10 @@ NUM_PAGES: Final = Name("num_pages")
 PAGE_SIZE: Final = Name("page_size")
 MAX_PAGES: Final = Name("max_pages")
 TABLE_ENTRIES: Final = Name("table_entries")
+# Queries and keys of a block of visible blocks, and query heads that have the same blocks.
+MASK_BLOCK_ROWS: Final = Name("mask_block_rows")
+MASK_BLOCK_COLUMNS: Final = Name("mask_block_columns")
+MASK_BLOCK_HEADS: Final = Name("mask_block_heads")
 # Multiprocessors of a device.
 NUM_SMS: Final = Name("num_sms")
 # Definitions.

@@ -41,6 +41,10 @@ from cutlass_py_attn.launch.expressions import (
 )
 from cutlass_py_attn.launch.names import (
     BATCH,
+    GROUP,
+    MASK_BLOCK_COLUMNS,
+    MASK_BLOCK_HEADS,
+    MASK_BLOCK_ROWS,
     MAX_PAGES,
     NUM_HEADS,
     NUM_HEADS_KEY,
@@ -54,9 +58,9 @@ from cutlass_py_attn.launch.names import (
 )
 from cutlass_py_attn.launch.variants import QUERY_HEADS
 from cutlass_py_attn.problem.mask_program import MASK_SCALARS
-from cutlass_py_attn.problem.operands import Operand, of_tensor
+from cutlass_py_attn.problem.operands import Operand, axes_of, of_tensor
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, MASK_ARRAYS, OPERAND_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, LSE_PADDING, MASK_ARRAYS, OPERAND_BYTES, VISIBLE_BLOCKS
 from cutlass_py_attn.problem.validation import MAX_LENGTH
 from cutlass_py_attn.score_terms import registry
 
@@ -66,6 +70,7 @@ MAX_INT32: Final = 2**31 - 1  # of an i32 field, of an int32 array, and of a gri
 BIAS_AXES: Final = tuple(
     map(Name, ("bias_batch", "bias_heads", "bias_queries", "bias_keys"))
 )  # the sizes of grad_bias, if not known
+COUNTED: Final = ("tile_entries",)  # workspace buffers of 32-bit words whose places are 32-bit numbers
 # By what an axis counts.
 SIZES: Final[dict[str, Expr]] = {
     **{str(name): name for name in (BATCH, NUM_HEADS, NUM_HEADS_KEY, NUM_QUERIES, NUM_KEYS, TOKENS_Q, TOKENS_K)},
@@ -73,6 +78,8 @@ SIZES: Final[dict[str, Expr]] = {
     "tokens": TOKENS_K,
     "bounds": BATCH + 1,
     "padded_queries": round_up(NUM_QUERIES, LSE_PADDING),
+    f"{VISIBLE_BLOCKS}_2": ceil_div(NUM_QUERIES, MASK_BLOCK_ROWS),
+    f"{VISIBLE_BLOCKS}_3": ceil_div(NUM_KEYS, MASK_BLOCK_COLUMNS),
 }
 # Row strides from one page of value to the next; 0 if there is one page.
 VALUE_PAGE_ROWS: Final = step(NUM_PAGES, Name("value_page"), 0) // maximum(Name("value_row"), 1)
@@ -231,11 +238,10 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     if problem.has_ragged_rows:
         numbers |= {name: values[name] for name, _ in abi.VARLEN}
     if problem.form.has_ranges:
-        blocks = problem.visible_blocks
-        of_group = blocks is not None and blocks.shape[1] == problem.shape.num_heads_key
-        sizes_of_blocks = *problem.block_size, problem.shape.group if of_group else 1
-        names = (f"mask_block_{name}" for name in ("rows", "columns", "heads"))
-        numbers |= dict(zip(names, sizes_of_blocks, strict=True))
+        rows, columns = problem.block_size
+        heads = mask_block_heads(problem).evaluate(values)
+        names = map(str, (MASK_BLOCK_ROWS, MASK_BLOCK_COLUMNS, MASK_BLOCK_HEADS))
+        numbers |= dict(zip(names, (rows, columns, heads), strict=True))
         numbers |= dict(zip(MASK_SCALARS, problem.mask_scalars or (), strict=False))
         for name in MASK_ARRAYS:
             array = getattr(problem, name)
@@ -248,6 +254,18 @@ def params(problem: Problem, build: Build) -> tuple[tuple[str, int], ...]:
     if problem.direction == "backward":
         numbers |= {name: total.evaluate(values) for name, total in total_tiles(problem, build).items()}
     return tuple(numbers.items())
+
+
+def mask_block_heads(problem: Problem) -> Expr:
+    """Returns how many query heads have the same visible blocks."""
+    blocks = problem.visible_blocks
+    heads = "" if blocks is None else axes_of(problem, VISIBLE_BLOCKS, blocks.shape)[1]
+    return GROUP if heads == str(NUM_HEADS_KEY) else ONE
+
+
+def edges_of(build: Build) -> tuple[str, ...]:
+    """Returns the struct fields with the edges of a mask that a build reads: both of one with ranges of keys."""
+    return ("window_left", "window_right") if build.form.has_ranges else build.form.parameters
 
 
 def _value_page_rows(problem: Problem) -> int:
@@ -272,4 +290,6 @@ def fields(problem: Problem, build: Build, inputs: Collection[str]) -> dict[str,
     found |= {name: Name(name) for name in (*definitions(problem, build), *inputs)}
     if "value_page_rows" in found:
         found["value_page_rows"] = VALUE_PAGE_ROWS
+    if build.form.has_ranges:
+        found[str(MASK_BLOCK_HEADS)] = mask_block_heads(problem)
     return {"keep_scale": ONE, **found, "scale_log2": Name("scale") * LOG2_E}

@@ -33,7 +33,6 @@ from cutlass_py_attn.problem.tensors import RANGE_EDGES, VISIBLE_BLOCKS, WORD_BY
 from cutlass_py_attn.refusals import Refusal, one_of, refuse
 
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
-_COUNTED: Final = ("tile_entries",)  # buffers of 32-bit words whose places are 32-bit numbers
 BLOCK_MULTIPLE: Final = 64  # of the queries and keys of visible blocks: the smallest tiles
 _RANGES: Final = "ranges of keys"  # as the families name what they do not take
 # Struct fields that the sizes of the device decide.
@@ -240,7 +239,7 @@ def _plan_of_build(problem: Problem, build: Build, num_sms: int, rejections: dic
     counted += [
         (f"elements of {buffer.name}", buffer.bytes // WORD_BYTES)
         for buffer in workspace.buffers
-        if buffer.name in _COUNTED
+        if buffer.name in launch_rules.COUNTED
     ]
     launch_rules.expect_int32(
         (*params, *counted, *((f"blocks of {launch.symbol}", launch.grid[0]) for launch in launches))

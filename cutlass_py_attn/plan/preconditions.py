@@ -22,6 +22,9 @@ from cutlass_py_attn.launch.expressions import ONE, Expr, Name, Number, Term, ca
 from cutlass_py_attn.launch.names import (
     BATCH,
     GROUP,
+    MASK_BLOCK_COLUMNS,
+    MASK_BLOCK_HEADS,
+    MASK_BLOCK_ROWS,
     MAX_PAGES,
     NUM_HEADS,
     NUM_HEADS_KEY,
@@ -35,9 +38,11 @@ from cutlass_py_attn.launch.names import (
 )
 from cutlass_py_attn.launch.variants import PERSISTENT
 from cutlass_py_attn.plan.launch_rules import (
+    COUNTED,
     MAX_GRID_YZ,
     MAX_INT32,
     VALUE_PAGE_ROWS,
+    edges_of,
     grids_of,
     shape,
     strides,
@@ -47,7 +52,7 @@ from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.operands import Operand, of_tensor
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.scalars import MIN_SCALE
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE, OPERAND_BYTES
+from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE, OPERAND_BYTES, VISIBLE_BLOCKS, WORD_BYTES
 from cutlass_py_attn.problem.validation import LARGEST_SOFTCAP, MAX_LENGTH, MAX_RATIO, MAX_SCALE
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.softcap import MIN_SOFTCAP
@@ -66,6 +71,7 @@ def conditions(problem: Problem, build: Build) -> list[Condition]:
     return [
         *_sizes(problem, build),
         *_edges(build),
+        *(block_sizes(build) if problem.visible_blocks is not None else ()),
         *_term_sizes(problem),
         *_factors(problem, build),
         *_strides(problem, build),
@@ -93,7 +99,10 @@ def limits(problem: Problem, build: Build) -> list[Condition]:
             says = f"the {role} kernel would have more than {MAX_INT32} blocks; {slices}"
             found.append((blocks <= MAX_INT32, says))
     for buffer in fused_kernel_of(build).workspace(build):
-        if not isinstance(buffer.bytes, Number):
+        if buffer.name in COUNTED:
+            says = f"{buffer.name} would have more than {MAX_INT32} numbers; {slices}"
+            found.append((buffer.bytes <= MAX_INT32 * WORD_BYTES, says))
+        elif not isinstance(buffer.bytes, Number):
             says = f"{buffer.name} would have more than 2^48 bytes of the workspace; {slices}"
             found.append((buffer.bytes <= MAX_WORKSPACE_BYTES, says))
     return found
@@ -158,12 +167,38 @@ def _page_maps(build: Build) -> Iterator[Condition]:
 
 
 def _edges(build: Build) -> Iterator[Condition]:
-    for name in build.form.parameters:
+    for name in edges_of(build):
         yield Name(name) >= 0, f"{name} must be at least 0"
         yield Name(name) <= UNLIMITED, f"{name} must be at most {UNLIMITED}, which stands for no limit"
-    if build.form.parameters:
+    if edges_of(build):
         is_bottom_right = Name("bottom_right")
         yield (is_bottom_right * (1 - is_bottom_right)).equals(0), "bottom_right must be 0 or 1"
+
+
+def block_sizes(build: Build, has_blocks: Expr = ONE) -> Iterator[Condition]:
+    """Yields the conditions on the queries and keys of a block of visible blocks, which whole tiles must fill.
+
+    has_blocks: 1 if there are such blocks, else 0
+    """
+    for name, tile in ((MASK_BLOCK_ROWS, build.tile_m), (MASK_BLOCK_COLUMNS, build.tile_n)):
+        rest = name % tile
+        yield name >= has_blocks, f"{name} must be at least 1"
+        yield name <= MAX_INT32, f"{name} must be at most {MAX_INT32}"
+        yield (
+            (rest if has_blocks == ONE else rest * has_blocks).equals(0),
+            f"{name} must be a multiple of {tile}, of which a tile is; export a problem with such a block_size",
+        )
+
+
+def block_heads(build: Build, has_blocks: Expr) -> Iterator[Condition]:
+    """Yields the conditions on the query heads that have the same visible blocks; has_blocks: as for `block_sizes`."""
+    of_group = (MASK_BLOCK_HEADS * NUM_HEADS_KEY).equals(NUM_HEADS)
+    says = f"{MASK_BLOCK_HEADS} must be num_heads / num_heads_key"
+    if build.kind == "forward":
+        yield MASK_BLOCK_HEADS.equals(1) + of_group >= has_blocks, f"{says}, or 1"
+    else:
+        shared = Name(f"{VISIBLE_BLOCKS}_head").equals(0) * MASK_BLOCK_HEADS.equals(1)
+        yield of_group + shared >= has_blocks, f"{says}, or 1 with visible_blocks.head = 0"
 
 
 def _strides(problem: Problem, build: Build) -> Iterator[Condition]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cutlass_py_attn.problem import spec
-from cutlass_py_attn.problem.problem import Problem
 from tests.support import front_ends
 from tests.support.bundle_hosts import (
     HeaderHost,
@@ -22,7 +20,6 @@ from tests.support.bundle_hosts import (
 from tests.support.fake_driver import FakeDriver
 from tests.support.front_ends import Row
 from tests.support.library_launches import library_calls
-from tests.support.listed_plans import with_ranges
 
 ROWS = front_ends.rows()
 CALLS = [(row, direction) for row in ROWS for direction in row.directions]
@@ -96,29 +93,13 @@ def test_rust(log: FakeDriver, rust: RustHost, tmp_path: Path, row: Row, directi
 def test_jax(log: FakeDriver, row: Row, direction: str) -> None:
     """The custom call has the planner's plan, and both handlers launch it: the first launch is Python's, then C's."""
     pytest.importorskip("jax", reason="jax is not installed")
-    expect_jax_calls(log, row.problems(direction))
-
-
-def expect_jax_calls(log: FakeDriver, problems: Iterable[Problem]) -> None:
     from tests.support import jax_calls, native_frames
 
     native_frames.native_handler()
-    for problem in map(jax_calls.as_in_jax, problems):
+    for problem in map(jax_calls.as_in_jax, row.problems(direction)):
         payload = jax_calls.payload_of(problem)
         assert (payload.problem, payload.plan) == (problem, front_ends.planned(problem))
         call = native_frames.Call(payload)
         found, wanted = jax_calls.by_handler(log, call, problem)
         assert found == wanted
         assert native_frames.launches_of_both(log, call)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("axes", [(1, 1), (1, 4), (2, 1), (2, 4)], ids=str)
-def test_ranges_of_keys(log: FakeDriver, axes: tuple[int, int], direction: str) -> None:
-    """The functions and JAX, with the starts and ends of ranges among the operands."""
-    named = spec.parse("bf16_d64_s300_b2_h4_causal").problem(direction)
-    found, wanted = front_ends.by_python(log, with_ranges(named, axes))
-    assert found
-    assert found == wanted
-    pytest.importorskip("jax", reason="jax is not installed")
-    expect_jax_calls(log, [with_ranges(named, axes)])

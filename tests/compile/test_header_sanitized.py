@@ -28,6 +28,7 @@ from cutlass_py_attn.problem.tensors import DIRECTIONS
 from tests.support import fake_driver
 from tests.support.bundle_hosts import WORKSPACE, cuda_headers, described, exported
 from tests.support.c_compiler import STRICT, build, compiler
+from tests.support.listed_plans import with_blocks
 
 # The exported cases of each program.
 CASES = {
@@ -40,6 +41,7 @@ CASES = {
     "sm80, sequences": ("f32_d64_s700_t5000_h2_full_deterministic", DIRECTIONS),
     "decode": ("bf16_d128_q4_s8192_b1_h8k2_full", ("forward",)),
     "latent codes": ("bf16_d576v512_q1_s640_b4_h16k1_full_mla_kv8_descaletile", ("forward",)),
+    "masks in memory": ("bf16_d128_s512_b2_h4k2_causal_rangesbh", DIRECTIONS),
 }
 DRAWN = 600  # calls of each pass with several numbers changed
 SMS = 132  # of the fake driver's GPU 0
@@ -202,7 +204,10 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     fake_driver.need_compiler("the fake driver")
     case, directions = CASES[request.param]
     folder = tmp_path_factory.mktemp("sanitized")
-    bundle = exported(folder / "bundle", tuple(spec.parse(case).problem(direction) for direction in directions))
+    problems = [spec.parse(case).problem(direction) for direction in directions]
+    if problems[0].form.has_ranges:
+        problems = [*map(with_blocks, problems)]
+    bundle = exported(folder / "bundle", tuple(problems))
     return Program(compiled(folder, bundle, source(bundle)), bundle)
 
 

@@ -28,7 +28,7 @@ from tests.support.library_launches import SEEDS, by_library, by_package, expect
 CASES = {
     row.exported: row.directions
     for row in front_ends.rows()
-    if not re.search("kv8|mla|e4m3|gradlse|deviceseed|u30", row.exported)
+    if not re.search("kv8|mla|e4m3|gradlse|deviceseed|u30|ranges", row.exported)
 }
 
 

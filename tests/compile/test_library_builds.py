@@ -24,12 +24,14 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import entry_parameters
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.problem import Problem
+from cutlass_py_attn.problem.tensors import DIRECTIONS
 from cutlass_py_attn.runtime.driver import device
 from tests.support import fake_driver
 from tests.support.bundle_hosts import ROOT, cuda_headers
 from tests.support.c_compiler import STRICT, build, compiler
 from tests.support.fakes import artifact
 from tests.support.library_host import PUBLIC, Call, LibraryHost, compiled, exported, filled, filled_rows
+from tests.support.listed_plans import with_blocks
 
 MANY = "bf16_d128_s1000_b2_h4k2_causal_window64_biassum_dropout0.1_softcap30_alibi_sinks"
 CASES = (
@@ -49,6 +51,7 @@ CODES = (
     "bf16_d576v512_q1_s64_b2_h16k1_full_mla",
 )
 LATENT_CODES = "bf16_d576v512_q1_s64_b2_h16k1_full_paged16_mla_kv8_descaletile"  # for sm_90a alone
+RANGES = "bf16_d128_s512_b2_h4k2_causal_rangesbh"  # as this
 ROWS = ("append_bf16_d128", "merge_bf16_d128")
 MORE_ROWS = ("append_bf16_d128_e4m3_row", "append_bf16_d512v64_e4m3_tile", "merge_bf16_d128_varlen")
 COMPILERS = tuple(name for name in ("gcc", "clang") if shutil.which(name))
@@ -346,7 +349,8 @@ def test_any_call_is_refused_or_launched(tmp_path: Path) -> None:
     names = "undefined,float-cast-overflow,address"
     if not has_sanitizer(names):
         pytest.skip("the C compiler has no sanitizers")
-    known = (*problems(), spec.parse(LATENT_CODES).problem("forward"))
+    masked = (with_blocks(spec.parse(RANGES).problem(direction)) for direction in DIRECTIONS)
+    known = (*problems(), spec.parse(LATENT_CODES).problem("forward"), *masked)
     bundle = exported(tmp_path / "made", known, "sm_90a")
     text = PROGRAM.replace("int main(", f"{DECLARED}\nint main(").replace(
         "    if (attention_open",
@@ -615,6 +619,7 @@ def test_the_call_that_the_page_shows_compiles(bundle: Bundle, tmp_path: Path) -
         *("query", "key", "value", "output", "logsumexp", "workspace", "page_table", "seqused_k"),
         *("key_pool", "value_pool", "slots", "key_scale", "value_scale", "cache", "codes", "scales", "rope"),
         *("output_of_prefix", "logsumexp_of_prefix", "output_of_rest", "logsumexp_of_rest"),
+        *("key_start", "key_end"),
     )
     addresses = ", ".join(f"uint64_t {name}" for name in names)
     source = tmp_path / "call.c"

@@ -235,7 +235,7 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
     (LATENT, {"value.address": 4096},
      "value.address = 0x1000 with ATTENTION_VALUE_IN_KEY: must be that of key, or 0; clear it, or the flag"),
     (LATENT, {"direction": 2}, "flags = 0x1040: ATTENTION_APPEND takes ATTENTION_E4M3_CACHE, ATTENTION_ROW_SCALES"),
-    (LATENT, {"flags": 16384}, "flags = 0x4000: has bits that this library does not know; clear them, or update"),
+    (LATENT, {"flags": 65536}, "flags = 0x10000: has bits that this library does not know; clear them, or update"),
     (CODES, {"flags": 64 | 512 | 8192}, ALL_THREE),
     (CODES, {"flags": 64 | 4096 | 8192, "key_scale.address": 0}, ALL_THREE),
     (CODES, {"flags": 64 | 512 | 1024 | 4096 | 8192},

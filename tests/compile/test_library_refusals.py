@@ -65,6 +65,7 @@ def test_a_new_call_has_defaults(host: LibraryHost) -> None:
     assert set_fields == {
         "bytes": ctypes.sizeof(Call), "abi": 1, "gradients": 7, "window_left": -1, "window_right": -1,
         "bottom_right": 1, "grad_bias_axes": 15, "grad_output_column": 1, "key_scale_tile": 1,
+        "mask_block_rows": 128, "mask_block_columns": 128, "mask_block_heads": 1,
     }  # fmt: skip
 
 
@@ -108,13 +109,15 @@ WRONG: tuple[tuple[str, Any, str, str], ...] = (
     ("flags", 64, "NO_KERNEL", "features: grouped paged"),
     ("flags", 66, "INVALID", "flags has ATTENTION_SEQUSED and ATTENTION_PAGED, which has seqused_k anyway; clear the"),
     ("flags", 128, "INVALID", "flags has ATTENTION_INVARIANT or ATTENTION_PAGE_INDPTR without ATTENTION_PAGED"),
-    ("flags", 16384, "INVALID", "flags = 0x4000: has bits that this library does not know; clear them, or update"),
+    ("flags", 65536, "INVALID", "flags = 0x10000: has bits that this library does not know; clear them, or update"),
     ("page_size", 16, "INVALID", "page_size = 16, max_pages = 0, num_pages = 0, and flags has no ATTENTION_PAGED; set"),
     ("page_table", 4096, "INVALID", "page_table has an address, and flags has no ATTENTION_PAGED; set the flag"),
     ("softcap", 30.0, "NO_KERNEL", "features: grouped softcap"),
     ("dropout_p", 1.5, "INVALID", "dropout_p = 1.5: must be a probability from 0 to 1; correct it"),
     ("dropout_p", 0.5, "NO_KERNEL", "features: dropout grouped"),
     ("philox_seed_address", 4, "INVALID", "must be 8-byte aligned device addresses, or 0; correct them"),
+    ("flags", 16384, "NO_KERNEL", "mask ranges, features: grouped"),
+    ("flags", 32768, "NO_KERNEL", "mask ranges, features: grouped"),
     ("bias.address", 4096, "INVALID", "bias has an address, and flags has no ATTENTION_BIAS; set the flag, or clear"),
     ("alibi_slopes", 4096, "INVALID", "alibi_slopes has an address, and flags has no ATTENTION_ALIBI"),
     ("cu_seqlens_k", 4096, "INVALID", "cu_seqlens_k has an address, and flags has no ATTENTION_VARLEN"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from cutlass_py_attn.bundle import interface, row_rules
 from cutlass_py_attn.bundle.files import Bundle, export_library
+from cutlass_py_attn.bundle.numbers import MASK_OPERANDS
 from cutlass_py_attn.bundle.rules import ALL_DIRECTIONS, AnyProblem
 from cutlass_py_attn.launch.arch import architecture
 from cutlass_py_attn.launch.variants import STANDARD
@@ -20,7 +21,7 @@ from cutlass_py_attn.problem.masks import UNLIMITED
 from cutlass_py_attn.problem.merge import MergeProblem
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import OPERAND_AXES, ROW, SCALES, TILE, granularity
-from cutlass_py_attn.problem.tensors import BIASES, BMHK, KEY_ROPE
+from cutlass_py_attn.problem.tensors import BIASES, BLOCK_AXES, BMHK, KEY_ROPE
 from cutlass_py_attn.score_terms import registry
 from tests.cases import serving_cases
 from tests.cases.serving_cases import RowCase
@@ -224,12 +225,30 @@ def filled(call: Any, problem: Problem, *, first_address: int = 0, addresses: Ma
             setattr(array, axis, step)
         if granularity(scale) == TILE:
             call.key_scale_tile = scale.steps[3]
-    for name in (each for each in ("logsumexp", *problem.vectors()) if each not in SCALES):
+    fill_masks(call, problem, given)
+    for name in (each for each in ("logsumexp", *problem.vectors()) if each not in (*SCALES, *MASK_OPERANDS)):
         setattr(call, f"{name}_address" if name.startswith("philox") else name, given.get(name, 0))
     if problem.alibi_slopes is not None:
         call.alibi_batch = shape.num_heads if len(problem.alibi_slopes.shape) > 1 else 0
     assert {*BMHK, KEY_ROPE, *BIASES} >= {*problem.tensors()}
     return call
+
+
+def fill_masks(call: Any, problem: Problem, addresses: Mapping[str, int]) -> None:
+    """Sets the flags, arrays and sizes of masks in memory."""
+    call.flags |= FLAGS["KEY_RANGES"] if problem.key_start is not None else 0
+    call.flags |= FLAGS["VISIBLE_BLOCKS"] if problem.visible_blocks is not None else 0
+    for name in MASK_OPERANDS:
+        tensor = getattr(problem, name)
+        if tensor is not None:
+            array = getattr(call, name)
+            array.address = addresses.get(name, 0)
+            for axis, step in zip(BLOCK_AXES, tensor.steps, strict=False):
+                setattr(array, axis, step)
+    call.mask_block_rows, call.mask_block_columns = problem.block_size
+    blocks = problem.visible_blocks
+    if blocks is not None and blocks.shape[1] == problem.shape.num_heads_key > 1:
+        call.mask_block_heads = problem.shape.group
 
 
 def filled_rows(

@@ -155,8 +155,9 @@ def library(archs: str = ANY_ARCH) -> tuple[Bundle, LibraryHost]:
 
 
 def archs_of(problem: Problem) -> str:
-    """The targets that have kernels for the problem: sm_90a alone has some for e4m3 operands and latent codes."""
-    return "sm_90a" if problem.dtype == FLOAT8 or problem.key_rope is not None else ANY_ARCH
+    """The targets that have kernels for the problem: sm_90a alone has some for e4m3 operands, latent codes, ranges."""
+    is_of_one = problem.dtype == FLOAT8 or problem.key_rope is not None or problem.form.has_ranges
+    return "sm_90a" if is_of_one else ANY_ARCH
 
 
 def with_tables(problem: Problem) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Plans of mask form "ranges" with a tile of the caller's choice."""
+"""Problems with masks in memory, and plans for them with a tile of the caller's choice."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def with_ranges(problem: Problem, axes: tuple[int, int] | None = None) -> Proble
     batch, heads, queries = problem.shape.range_edges
     edge = Tensor.contiguous((*(axes or (batch, heads)), queries), "int32")
     return problem.replace(key_start=edge, key_end=edge)
+
+
+def with_blocks(
+    problem: Problem, block_size: tuple[int, int] = (128, 128), axes: tuple[bool, bool] = (True, True), heads: int = 0
+) -> Problem:
+    """Returns the problem with visible blocks; axes: whether sequences, and heads, have blocks of their own.
+
+    heads: how many have; 0 for those of key
+    """
+    batch, _, *counts = problem.shape.visible_blocks(block_size)
+    own = batch if axes[0] else 1, (heads or problem.shape.num_heads_key) if axes[1] else 1
+    return problem.replace(visible_blocks=Tensor.contiguous((*own, *counts), "bool"), block_size=block_size)
 
 
 def ranges_build(problem: Problem, tile: str) -> Build:

@@ -25,7 +25,8 @@ from cutlass_py_attn.testing.cases import Case
 from cutlass_py_attn.testing.check import Kernels, only_family, same_bits
 from cutlass_py_attn.testing.device_memory import GuardedLaunch
 from cutlass_py_attn.testing.guarded_check import guarded_case
-from tests.cases import kv8_cases, mla_cases, paged_forward_cases, serving_cases, suite
+from tests.cases import block_masks, kv8_cases, mla_cases, paged_forward_cases, serving_cases, suite
+from tests.cases.block_masks import BlockCase
 from tests.gpu.test_launch import captured
 from tests.support.library_host import LibraryHost, Target, compiled, filled, filled_rows, row_cases
 
@@ -35,6 +36,9 @@ CASES = [case for pair in suite.LIBRARY for case in pair]
 EXPORTED = [exported for exported, _ in suite.LIBRARY]
 # Scales of every kind, prompts over e4m3 caches, and keys that contain the values: by kernels of their own tests.
 CODES = [*suite.E4M3_EXACT, *kv8_cases.DECODE[::4], *kv8_cases.PREFILL[:3], *mla_cases.CASES[1::6]]
+# Ranges of keys of several axes and layouts, some in other sizes than those whose kernels they share.
+RANGED = suite.RANGES
+BLOCKED = block_masks.CASES
 GRAPHED = EXPORTED[2]
 MHA = Case.parse("forward bf16_d128_q200_s300_b2_h3_causal seed=7")  # by the kernels of grouped heads
 REPLAYS = 10
@@ -129,6 +133,43 @@ def test_codes_and_latent_caches_are_right(case: Case, opened_codes: Opened, gpu
         driver.synchronise(0)
         found = guarded_check.ratios(case, expected, guarded.read())
     assert all(ratio <= 1 for ratio in found.values()), found
+
+
+@pytest.fixture(scope="module")
+def opened_masks(kernels: Kernels, gpu: driver.Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """The library of RANGED and BLOCKED."""
+    if gpu.compute_capability != (9, 0):
+        pytest.skip(f"{gpu.name} does not run kernels of masks in memory")
+    problems = [*(case.problem() for case in RANGED), *(case.problem("forward") for case in BLOCKED)]
+    with opened_library(problems, kernels, tmp_path_factory.mktemp("masks")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", RANGED, ids=lambda case: case.line.replace(" ", "_"))
+def test_ranges_of_keys_are_right(case: Case, opened_masks: Opened, gpu: driver.Device) -> None:
+    """As `test_library_is_right`."""
+    expected = guarded_check.expect(case)
+    with guarded_case(case, expected, opened_masks.bundle) as guarded:
+        guarded.reset()
+        opened_masks.launch(case, guarded)
+        driver.synchronise(0)
+        found = guarded_check.ratios(case, expected, guarded.read())
+    assert all(ratio <= 1 for ratio in found.values()), found
+
+
+@pytest.mark.parametrize("case", BLOCKED, ids=lambda case: case.name)
+def test_visible_blocks_have_the_same_bits(case: BlockCase, opened_masks: Opened, gpu: driver.Device) -> None:
+    """As by the package's own launch."""
+    problem, (_, query, key, value) = case.problem("forward"), case.operands()
+    operands = {"query": query, "key": key, "value": value, **case.mask().arrays()}
+    with device_memory.guarded_launch(problem, operands, opened_masks.bundle) as guarded:
+        wanted = guarded.run()
+        guarded.reset()
+        call = filled(opened_masks.host.new_call(), problem, addresses=guarded.pointers)
+        opened_masks.launch_call(call, guarded)
+        driver.synchronise(0)
+        found = guarded.read()
+    assert all(same_bits(wanted[name], found[name]) for name in wanted)
 
 
 def test_pages_of_other_sizes(kernels: Kernels, gpu: driver.Device, tmp_path: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cutlass_py_attn.bundle.files import export_bundle, export_library
 from cutlass_py_attn.errors import DoesNotFit, NotSupported
 from cutlass_py_attn.launch import abi
 from cutlass_py_attn.launch.arch import architecture
@@ -24,7 +22,6 @@ from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import parse
 from cutlass_py_attn.problem.tensors import DIRECTIONS, RANGE_BYTES, Shape, Tensor
 from cutlass_py_attn.runtime import params
-from tests.support import fakes
 from tests.support.listed_plans import ARCH, BACKWARD, FORWARD, ranges_build, with_ranges
 from tests.support.refusals import expect_raised
 
@@ -277,13 +274,3 @@ def test_explain(direction: str) -> None:
     assert "bfloat16, ranges" in text
     assert "ranges of keys, or visible blocks of 128 x 128: of 1 sequences and 4 query heads" in text
     assert [*filter(text.__contains__, ARRAYS)] == [*ARRAYS]
-
-
-@pytest.mark.parametrize("export", [export_bundle, export_library])
-def test_an_export_is_refused(export: Any, tmp_path: Path) -> None:
-    problems = [with_ranges(problem_of(direction)) for direction in DIRECTIONS]
-    expect_raised(
-        lambda: export(tmp_path / "folder", problems, [ARCH], kernels=fakes.artifact),
-        ["key_start: must be None, for the structs of exported calls have no fields for masks in memory"],
-    )
-    assert not [*tmp_path.iterdir()]
