@@ -47,7 +47,8 @@ _registered: dict[str, ScoreTerm] = {}
 def register(term: ScoreTerm) -> ScoreTerm:
     """Registers a score term, and returns it; NotSupported lists every reason to refuse it.
 
-    Registered terms run in the sm80 kernels, on every GPU; the planner takes no other family for a problem with one.
+    Registered terms run in the sm80 kernels on every GPU and, up to head dim 256 forward and 128 backward, in the sm90
+    kernels. No other kernel takes them.
     """
     reasons = _refusals(term)
     if reasons:
@@ -190,7 +191,8 @@ def _refusals(term: ScoreTerm) -> list[str]:
         found.append(f"{what}: must add to the scores; only a built-in term scales products, weights or the softmax")
     if hasattr(term, "kernels"):
         found.append(
-            f"{what}: kernels = {term.kernels!r}: no kernel reads it, terms run in the sm80 kernels; delete it"
+            f"{what}: kernels = {term.kernels!r}: no kernel reads it, the planner chooses among those that take terms; "
+            "delete it"
         )
     if unknown := sorted(set(term.tile_tables) - set(TILE_TABLES)):
         found.append(f"{what}: tile_tables has {', '.join(unknown)}; must be some of {', '.join(TILE_TABLES)}")

@@ -66,7 +66,7 @@ def test_what_the_form_adds(direction: str, head_dim: int) -> None:
 @pytest.mark.parametrize(
     ("name", "tile", "changes", "field"),
     [
-        ("bf16_d128_q200_s300_b2_h4_full_softcap3", "128x128x12:2", {}, "features"),
+        ("bf16_d128_q200_s300_b2_h4_full_alibi", "128x128x12:2", {}, "features"),
         ("bf16_d128_q200_s300_b2_h4_full_dropout0.1", "128x128x12:2", {}, "features"),
         ("bf16_d128_n200x300,100x64_h4_full", "128x128x12:2", {}, "features"),
         ("bf16_d64_q200_s300_b2_h4_full", "64x128x8:2-speculative-shared_end", {}, "options"),
@@ -204,8 +204,8 @@ WITH_RANGES = "kernels of sm_90a do not take {} together with ranges of keys or 
             "no kernel of sm_80 takes ranges of keys or visible blocks",
         ),
         ("bf16_d128_q200_s300_b2_h4_full", "sm_90", "no kernel of sm_90 takes ranges of keys or visible blocks"),
-        ("bf16_d128_q200_s300_b2_h4_full_softcap3", ARCH, WITH_RANGES.format("softcap")),
-        ("bf16_d128_q200_s300_b2_h4_full_softcap3_alibi", ARCH, WITH_RANGES.format("alibi, softcap")),
+        ("bf16_d128_q200_s300_b2_h4_full_alibi", ARCH, WITH_RANGES.format("alibi")),
+        ("bf16_d128_q200_s300_b2_h4_full_dropout0.5_alibi", ARCH, WITH_RANGES.format("alibi, dropout")),
         ("bf16_d128_q200_s300_b2_h4_full_bias", ARCH, WITH_RANGES.format("bias")),
         ("bf16_d128_q200_s300_b2_h4_full_dropout0.1", ARCH, WITH_RANGES.format("dropout")),
         ("bf16_d128_q200_s0_b2_h4_full", ARCH, WITH_RANGES.format("axes without an index")),
