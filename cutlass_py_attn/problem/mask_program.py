@@ -16,20 +16,26 @@ from typing import Any, Final
 
 import numpy as np
 
-from cutlass_py_attn.problem.tensors import MASK_ARRAYS
+from cutlass_py_attn.problem.tensors import MASK_ARRAY_AXES, MASK_ARRAYS
 
 BOOL, INT, FLOAT = "bool", "int32", "float32"
 KINDS: Final = (BOOL, INT, FLOAT)
 ARRAY_KINDS: Final = {"bool": BOOL, "uint8": BOOL, "int32": INT, "float32": FLOAT}  # of an element, by its dtype
 COORDINATES: Final = ("batch", "head", "query", "key")
 MAX_SCALARS: Final = 4
+WORD: Final = np.iinfo(np.int32)
 MASK_SCALARS: Final = tuple(f"mask_scalar_{index}" for index in range(MAX_SCALARS))  # struct fields
-OPERATIONS: Final = {  # and how many values each takes
-    "const": 0,
-    **dict.fromkeys(("not", "int", "float"), 1),
-    **dict.fromkeys(("add", "sub", "mul", "div", "mod", "min", "max", "lt", "le", "eq", "ne"), 2),
-    **dict.fromkeys(("and", "or", "xor", "shl", "shr"), 2),
-    "where": 3,
+_PAIRS: Final = {kind: (kind, kind) for kind in KINDS}
+OPERATIONS: Final = {  # and the kinds of values that each takes, with that of its result
+    "not": (((BOOL,), BOOL),),
+    "int": (((BOOL,), INT),),
+    "float": (((BOOL,), FLOAT), ((INT,), FLOAT)),
+    **dict.fromkeys(("add", "sub", "mul", "div", "mod", "shl", "shr"), ((_PAIRS[INT], INT),)),
+    **dict.fromkeys(("min", "max"), ((_PAIRS[INT], INT), (_PAIRS[FLOAT], FLOAT))),
+    **dict.fromkeys(("lt", "le"), ((_PAIRS[INT], BOOL), (_PAIRS[FLOAT], BOOL))),
+    **dict.fromkeys(("eq", "ne"), tuple((pair, BOOL) for pair in _PAIRS.values())),
+    **dict.fromkeys(("and", "or", "xor"), ((_PAIRS[BOOL], BOOL), (_PAIRS[INT], INT))),
+    "where": tuple(((BOOL, *pair), kind) for kind, pair in _PAIRS.items()),
 }
 
 
@@ -87,18 +93,24 @@ class MaskProgram:
 
     def _expect_sound(self) -> None:
         """Raises ValueError for what no trace gives."""
-        first = len(COORDINATES) + self.scalars
         is_sound = len(self.arrays) <= len(MASK_ARRAYS) and 0 <= self.scalars <= MAX_SCALARS and bool(self.steps)
-        is_sound = is_sound and all(kind in KINDS and 0 <= rank <= 4 for kind, rank in self.arrays)
-        for number, step in enumerate(self.steps):
-            count = OPERATIONS.get(step.operation)
-            if step.operation == "load":
-                is_array = bool(step.inputs) and 0 <= step.inputs[0] < len(self.arrays)
-                count = self.arrays[step.inputs[0]][1] if is_array else None
-            in_order = all(0 <= value < first + number for value in step.values)
-            is_sound = is_sound and in_order and len(step.values) == count
-        if not is_sound:
+        is_sound = is_sound and all(kind in KINDS and rank <= len(MASK_ARRAY_AXES) for kind, rank in self.arrays)
+        kinds = [INT] * (len(COORDINATES) + self.scalars)
+        for step in self.steps if is_sound else ():
+            in_order = all(0 <= value < len(kinds) for value in step.values)
+            kinds.append(self._kind_of(step, [kinds[value] for value in step.values]) if in_order else "")
+        if not is_sound or "" in kinds or kinds[-1] != BOOL:
             raise ValueError("its operations or arrays are not known")
+
+    def _kind_of(self, step: Step, kinds: Sequence[str]) -> str:
+        """Returns the kind of the result of a step that reads values of these kinds; "" for what no trace gives."""
+        if step.operation == "const":
+            return _kind_of_number(step.inputs[0])
+        if step.operation == "load":
+            array = step.inputs[0] if step.inputs else -1
+            kind, rank = self.arrays[array] if 0 <= array < len(self.arrays) else ("", -1)
+            return kind if [*kinds] == [INT] * rank else ""
+        return next((kind for taken, kind in OPERATIONS.get(step.operation, ()) if taken == tuple(kinds)), "")
 
     @property
     def digest(self) -> str:
@@ -149,6 +161,12 @@ def _step(text: str) -> Step:
     return Step(operation, (int(word) if word.lstrip("-").isdigit() else float(word),))
 
 
+def _kind_of_number(number: Any) -> str:
+    if type(number) is int and not WORD.min <= number <= WORD.max:
+        return ""
+    return {bool: BOOL, int: INT, float: FLOAT}[type(number)]
+
+
 def array_functions(xp: Any, arrays: Sequence[Any]) -> Functions:
     """Returns the functions of numpy or jax.numpy, for arrays of these values."""
 
@@ -169,8 +187,8 @@ def array_functions(xp: Any, arrays: Sequence[Any]) -> Functions:
         "mul": operator.mul,
         "div": divided,
         "mod": lambda left, right: xp.where(right == 0, 0, left - divided(left, right) * right),
-        "min": xp.minimum,
-        "max": xp.maximum,
+        "min": lambda left, right: xp.where(right < left, right, left),
+        "max": lambda left, right: xp.where(left < right, right, left),
         "lt": operator.lt,
         "le": operator.le,
         "eq": operator.eq,
