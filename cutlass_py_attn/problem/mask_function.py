@@ -124,7 +124,7 @@ class MaskFunction:
     def with_arguments(self, **changes: Any) -> MaskFunction:
         """Returns the mask with other values of arguments, arrays of the same dtypes and ranks."""
         changed = replace(self, function=self.program, arguments={**self.arguments, **changes})
-        if changed._kinds() != self._kinds():
+        if changed._kinds() != self._kinds() or {*changes} - {*self.arguments}:
             rule = "must have the names, dtypes and ranks of the mask's"
             raise NotSupported(refuse("arguments", sorted(changes), rule, "make another MaskFunction"))
         return changed
