@@ -44,6 +44,7 @@ class MaskFunction:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     within: Mask | KeyRanges | BlockSparse = FULL
     program: MaskProgram = field(init=False)
+    array_names: tuple[str, ...] = field(init=False)
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # calls with other values are other calls
 
@@ -58,6 +59,7 @@ class MaskFunction:
             raise NotSupported(wrong)
         arguments = {name: _converted(value) for name, value in self.arguments.items()}
         object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "array_names", tuple(name for name in arguments if _is_array(arguments[name])))
         program = self.function if isinstance(self.function, MaskProgram) else self._traced(self.function)
         object.__setattr__(self, "program", program)
 
@@ -71,12 +73,12 @@ class MaskFunction:
         return {name: (ARRAY_KINDS[_dtype_of(array)], len(_shape_of(array))) for name, array in arrays}
 
     def _arrays(self) -> dict[str, Any]:
-        return {name: value for name, value in self.arguments.items() if _is_array(value)}
+        return {name: self.arguments[name] for name in self.array_names}
 
     @property
     def scalars(self) -> tuple[int, ...]:
         """The integers among the arguments."""
-        return tuple(value for value in self.arguments.values() if not _is_array(value))
+        return tuple(value for name, value in self.arguments.items() if name not in self.array_names)
 
     @property
     def band(self) -> Mask:
@@ -101,7 +103,7 @@ class MaskFunction:
     def resolved(self, num_heads: int, num_queries: int, num_keys: int) -> MaskFunction:
         """Returns the mask in NumPy, within another without a band."""
         within = self.within if not isinstance(self.within, Mask) else KeyRanges.of(self.within, num_queries, num_keys)
-        arguments = {name: np.asarray(value) if _is_array(value) else value for name, value in self.arguments.items()}
+        arguments = {**self.arguments, **{name: np.asarray(array) for name, array in self._arrays().items()}}
         return MaskFunction(self.program, arguments, within.resolved(num_heads, num_queries, num_keys))
 
     def reach(self, batch: Any, head: Any, query: Any, key: Any) -> Array:
@@ -128,6 +130,17 @@ class MaskFunction:
             rule = "must have the names, dtypes and ranks of the mask's"
             raise NotSupported(refuse("arguments", sorted(changes), rule, "make another MaskFunction"))
         return changed
+
+
+def unchecked(
+    program: MaskProgram, arguments: Mapping[str, Any], array_names: tuple[str, ...], within: Any
+) -> MaskFunction:
+    """Returns a mask in which anything may stand for an array, as in a pytree of JAX."""
+    mask = object.__new__(MaskFunction)
+    values = {"function": program, "program": program, "arguments": arguments}
+    for name, value in {**values, "array_names": array_names, "within": within}.items():
+        object.__setattr__(mask, name, value)
+    return mask
 
 
 def _argument_refusals(arguments: object) -> Iterator[Refusal]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -122,6 +122,56 @@ class MaskProgram:
         """The coordinates that the program reads."""
         read = {value for step in self.steps for value in step.values}
         return frozenset(name for number, name in enumerate(COORDINATES) if number in read)
+
+    def joined(self, inner: int, mapped: Collection[int], is_outer: bool) -> tuple[MaskProgram, tuple[int, ...]]:
+        """Returns the program of calls whose batches are one batch, and the integers that it takes behind its own.
+
+        inner: size of the inner one of the two axes that are joined, that of calls and that of their batches
+        mapped: arrays that differ from call to call, whose first axis is that of calls
+        is_outer: whether the axis of calls is the outer one
+        """
+        batch, first = 0, len(COORDINATES) + self.scalars
+        sizes = (inner,) if inner > 1 else ()
+        steps, axes = [Step("const", (0,))], (batch, first)
+        if sizes:
+            steps, axes = [Step(name, (batch, first)) for name in ("div", "mod")], (first + 1, first + 2)
+        of_call, of_batch = axes if is_outer else reversed(axes)
+        arrays = tuple((kind, rank + (number in mapped)) for number, (kind, rank) in enumerate(self.arrays))
+        start = MaskProgram(arrays, self.scalars + len(sizes), tuple(steps))
+        return start._followed_by(self, {batch: of_batch}, dict.fromkeys(mapped, of_call)), sizes
+
+    def placed(self, names: Collection[str]) -> MaskProgram:
+        """Returns the program of a part of the batch and the heads.
+
+        Its last array, int32 (2,), has the first batch and the first head of the part.
+
+        names: those of the COORDINATES batch and head that count in the part
+        """
+        first, own = len(COORDINATES) + self.scalars, len(self.arrays)
+        steps: list[Step] = []
+        moved = {}
+        for coordinate, name in enumerate(COORDINATES[:2]):
+            if name in names:
+                value = first + len(steps)
+                steps += Step("const", (coordinate,)), Step("load", (own, value)), Step("add", (coordinate, value + 1))
+                moved[coordinate] = value + 2
+        return MaskProgram((*self.arrays, (INT, 1)), self.scalars, tuple(steps))._followed_by(self, moved, {})
+
+    def _followed_by(self, program: MaskProgram, moved: Mapping[int, int], leading: Mapping[int, int]) -> MaskProgram:
+        """Returns these steps, then those of a program.
+
+        moved: values that take the place of coordinates in the program
+        leading: values that it puts before the index of arrays
+        """
+        old = len(COORDINATES) + program.scalars
+        shift = len(COORDINATES) + self.scalars + len(self.steps) - old
+        steps = []
+        for step in program.steps:
+            values = [moved.get(value, value) if value < old else value + shift for value in step.values]
+            others = step.inputs[: len(step.inputs) - len(values)]
+            index = [leading[others[0]]] if step.operation == "load" and others[0] in leading else []
+            steps.append(Step(step.operation, (*others, *index, *values)))
+        return MaskProgram(self.arrays, self.scalars, (*self.steps, *steps))
 
     def compute(self, coordinates: Sequence[Any], scalars: Sequence[Any], functions: Functions) -> Any:
         """Returns whether queries see keys, by these functions; coordinates and scalars are values of them."""
