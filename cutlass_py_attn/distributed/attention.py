@@ -228,7 +228,7 @@ def _context_refusals(context: Mapping[str, Any]) -> list[Refusal]:
 
 def _refusals(options: Options) -> list[Refusal]:
     """Returns why options are refused that one device takes."""
-    found = array_mask_refusals(options.key_start, options.visible_blocks)
+    found = array_mask_refusals(options.key_start, options.visible_blocks, options.mask_program)
     if options.score_terms:
         rule = "must be empty, for a term counts the positions of a rank's own rows"
         found.append(refuse("score_terms", options.score_terms, rule, "add it as a bias"))

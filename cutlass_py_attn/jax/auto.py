@@ -30,11 +30,15 @@ _BATCH_AXIS, _HEADS_AXIS = 0, 2  # of query
 
 
 def run(
-    problem: Problem, one_device: Callable[[Arrays], Arrays], operands: Arrays, results: Mapping[str, Any], digest: str
+    problem: Problem,
+    one_device: Callable[[str | None, Arrays], Arrays],
+    operands: Arrays,
+    results: Mapping[str, Any],
+    digest: str,
 ) -> Arrays:
     """Returns the results of a call that XLA may split.
 
-    one_device: computes a call of one device, whatever its part
+    one_device: computes a call of one device, whatever its part, with the program of its mask function
     results: their shapes by name
     digest: identifies the call. JAX's compilation cache sees the arrays and the Shardy rule of a partitioned call, but
         not what it computes; this string makes two calls two programs.
@@ -42,7 +46,7 @@ def run(
     names, shapes = tuple(operands), {name: array.shape for name, array in operands.items()}
 
     def unsplit(*arrays: Any) -> tuple[Any, ...]:
-        found = one_device(dict(zip(names, arrays, strict=True)))
+        found = one_device(problem.mask_program, dict(zip(names, arrays, strict=True)))
         return tuple(found[name] for name in results)
 
     def partition(mesh: Mesh, described: Any, _: Any) -> tuple[Any, ...]:
@@ -50,9 +54,10 @@ def run(
         split, refined = max(candidates, key=lambda found: found[0].count((*found[0].batch, *found[0].heads)))
         if reasons := split.reasons():
             raise NotSupported(reasons)
+        of_device = functools.partial(one_device, split.mask_program)
 
         def on_device(*arrays: Any) -> tuple[Any, ...]:
-            found = split.on_device(one_device, dict(zip(names, arrays, strict=True)), shapes)
+            found = split.on_device(of_device, dict(zip(names, arrays, strict=True)), shapes)
             return tuple(found[name] for name in results)
 
         given = tuple(NamedSharding(refined, split.spec(name, shape)) for name, shape in shapes.items())

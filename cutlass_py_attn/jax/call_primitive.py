@@ -61,7 +61,7 @@ def batch(
     names: tuple[str, ...],
     gradients: tuple[str, ...],
     results: tuple[str, ...],
-    apply: Callable[[Arrays], Arrays],
+    apply: Callable[[Call, Arrays], Arrays],
 ) -> tuple[list[Any], list[int | None]]:
     """Returns the results of a primitive under vmap, and their mapped axes.
 
@@ -69,7 +69,7 @@ def batch(
     arrays, axes: operands and their mapped axes, None for those without
     names, results: of the operands and of the results, in order
     gradients: operands whose gradients, or whose tangents, are mapped
-    apply: applies the primitive to operands by name, and returns results by name
+    apply: applies the primitive of a call to operands by name, and returns results by name
     """
     operands = {
         name: array if number is None else jnp.moveaxis(array, number, 0)
@@ -79,7 +79,7 @@ def batch(
     if any(is_mapped.values()):
         mapped = MappedCall(call, gradients, axis.size, axis.explicit_mesh_axis, is_mapped).results(apply, operands)
         return [mapped[name] for name in results], [0 for _ in results]
-    same = apply(operands)
+    same = apply(call, operands)
     return [same[name] for name in results], [None for _ in results]
 
 
@@ -97,7 +97,10 @@ def _batch(axis: Any, arrays: Any, axes: Any, *, params: Params, program: Any) -
         run = functools.partial(params.run, call, gradients)
         results = jax.vmap(run, mapped, axis_name=axis.name, axis_size=axis.size)(operands)
         return [results[name] for name in names], [0 for _ in names]
-    apply = functools.partial(bind, call, gradients, run=params.run)
+
+    def apply(call: Call, operands: Arrays) -> Arrays:
+        return bind(call, gradients, operands, params.run)
+
     return batch(axis, arrays, axes, call, params.operands, gradients, names, apply)
 
 

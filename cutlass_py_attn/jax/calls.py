@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from cutlass_py_attn.jax.rows import Context
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import OPERANDS, RANGE_EDGES, VISIBLE_BLOCKS, Tensor
+from cutlass_py_attn.problem.tensors import MASK_ARRAYS, OPERANDS, RANGE_EDGES, VISIBLE_BLOCKS, Tensor
 from cutlass_py_attn.runtime.arrays import Array
 from cutlass_py_attn.score_terms import registry
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -47,6 +48,7 @@ class Call:
     context: how the rows are split over a mesh axis inside shard_map; None if all rows are on this device.
     checkpoint_name: name of output and logsumexp for policies of jax.checkpoint.
     block_size: queries and keys of a visible block.
+    mask_program, mask_scalars: of a mask function, as in a Problem.
     """
 
     mask: Mask
@@ -64,6 +66,8 @@ class Call:
     head_dim_value: int | None = None
     checkpoint_name: str = CHECKPOINT_NAME
     block_size: tuple[int, int] = (128, 128)
+    mask_program: str | None = None
+    mask_scalars: tuple[int, ...] | None = None
 
     def problem(self, operands: Mapping[str, Any], gradients: tuple[str, ...]) -> Problem:
         """Returns the validated problem of these operands, which XLA stores densely.
@@ -123,6 +127,8 @@ class Call:
             deterministic=self.deterministic and bool(gradients),
             head_dim_value=self.head_dim_value,
             block_size=self.block_size,
+            mask_program=self.mask_program,
+            mask_scalars=self.mask_scalars,
             **score_arrays,
         )
 
@@ -148,7 +154,7 @@ def run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
 
     XLA splits kernels only: an Auto mesh gives the reference's callback whole arrays.
     """
-    computed = _computed(gradients, operands)
+    computed = _computed(call, gradients, operands)
     if computed != gradients:
         found = run(call, computed, operands)
         return {name: found[name] for name in result_names(gradients)}
@@ -157,20 +163,33 @@ def run(call: Call, gradients: tuple[str, ...], operands: Arrays) -> Arrays:
     if problem.is_empty:
         return _empty_results(problem, results)
     shapes = {name: tensor.shape for name, tensor in results.items()}
-    one_device = functools.partial(_one_device, call, gradients)
+    operands = {name: partition.whole(array) if name in MASK_ARRAYS else array for name, array in operands.items()}
+    one_device = functools.partial(_of_program, _one_device, call, gradients)
     if partition.explicit_mesh(operands) is not None:
         split = partition.explicit(problem, operands)
         if split.batch or split.heads:
-            return partition.run_explicit(split, functools.partial(run, call, gradients), operands, shapes)
+            return partition.run_explicit(split, functools.partial(_of_program, run, call, gradients), operands, shapes)
     if call.backend == "reference" or not auto.is_possible(operands):
-        return one_device(operands)
+        return one_device(call.mask_program, operands)
     digest = auto.digest(problem, gradients, call.arch)
     return auto.run(problem, one_device, operands, shapes, digest)
 
 
-def _computed(gradients: tuple[str, ...], operands: Arrays) -> tuple[str, ...]:
+def _of_program(
+    compute: Callable[[Call, tuple[str, ...], Arrays], Arrays],
+    call: Call,
+    gradients: tuple[str, ...],
+    mask_program: str | None,
+    operands: Arrays,
+) -> Arrays:
+    """Computes the call with this program of a mask function."""
+    return compute(dataclasses.replace(call, mask_program=mask_program), gradients, operands)
+
+
+def _computed(call: Call, gradients: tuple[str, ...], operands: Arrays) -> tuple[str, ...]:
     """Returns the gradients that are computed for these: kernels of masks in memory compute those of all operands."""
-    if not gradients or not {RANGE_EDGES[0], VISIBLE_BLOCKS} & operands.keys():
+    has_arrays = bool({RANGE_EDGES[0], VISIBLE_BLOCKS} & operands.keys())
+    if not gradients or not (has_arrays or call.mask_program):
         return gradients
     return *OPERANDS, *(name for name in gradients if name not in OPERANDS)
 

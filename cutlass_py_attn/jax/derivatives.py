@@ -145,8 +145,8 @@ def _batch_tangent(axis: Any, arrays: Any, axes: Any, *, params: _TangentParams)
     mapped = {name for name, number in zip(names, axes, strict=True) if number is not None}
     own = tuple(name for name in params.moving if name in mapped or TANGENT + name in mapped)
 
-    def apply(operands: Arrays) -> Arrays:
-        return _bind_tangent(params.call, *params.named([operands[name] for name in names]))
+    def apply(call: Call, operands: Arrays) -> Arrays:
+        return _bind_tangent(call, *params.named([operands[name] for name in names]))
 
     return batch(axis, arrays, axes, params.call, names, own, RESULTS, apply)
 

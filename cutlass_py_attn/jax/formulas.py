@@ -22,8 +22,8 @@ from cutlass_py_attn.jax import partition, random_words
 from cutlass_py_attn.jax.calls import Call
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.plan import performance
-from cutlass_py_attn.problem.masks import Mask
-from cutlass_py_attn.problem.tensors import F32_BYTES, RANGE_EDGES, VISIBLE_BLOCKS
+from cutlass_py_attn.problem.mask_program import MaskProgram, array_functions
+from cutlass_py_attn.problem.tensors import F32_BYTES, MASK_ARRAYS, RANGE_EDGES, VISIBLE_BLOCKS
 from cutlass_py_attn.score_terms.dropout import keep_scale, threshold
 
 Arrays = dict[str, Any]
@@ -132,7 +132,7 @@ class _Scores:
             slopes = values["alibi_slopes"].reshape(-1, self._heads_key, heads // self._heads_key)
             distance = np.abs(np.arange(rows)[:, None] + keys - rows - np.arange(keys))
             scores = scores - slopes[..., None, None] * distance.astype(np.float32)
-        scores = jnp.where(self._is_seen(call.mask, values, call.block_size), scores, -jnp.inf)
+        scores = jnp.where(self._is_seen(call, values), scores, -jnp.inf)
         lse = self.grouped("logsumexp", values["logsumexp"])
         lse = jnp.where(jnp.isinf(lse), jnp.inf, lse)  # rows without keys: every weight is 0
         self.weights = jnp.exp(scores - lse[..., None])
@@ -144,19 +144,34 @@ class _Scores:
             is_kept = (words >= np.uint32(threshold(call.dropout_p))).reshape(batch, heads, rows, keys)
             self.multiplier = self.grouped("bias", is_kept) * np.float32(keep_scale(call.dropout_p))
 
-    def _is_seen(self, mask: Mask, values: Arrays, block_size: tuple[int, int]) -> Any:
-        """Returns whether a query sees a key, which broadcasts to the scores: by mask, ranges of keys and blocks."""
+    def _is_seen(self, call: Call, values: Arrays) -> Any:
+        """Returns whether a query sees a key, which broadcasts to the scores, by all that the mask of a call has."""
         rows, keys = values["query"].shape[1], values["key"].shape[1]
         key = np.arange(keys)
-        is_seen = jnp.broadcast_to(mask.band(rows, keys).sees(np.arange(rows)[:, None], key[None]), (rows, keys))
+        is_seen = jnp.broadcast_to(call.mask.band(rows, keys).sees(np.arange(rows)[:, None], key[None]), (rows, keys))
         if "key_start" in values:
             start, end = (self._split_heads(name, values[name])[..., None] for name in RANGE_EDGES)
             is_seen = is_seen & (start <= key) & (key < end)
         if VISIBLE_BLOCKS in values:
-            block_rows, block_keys = (np.arange(size) // of for size, of in zip((rows, keys), block_size, strict=True))
+            block_rows, block_keys = (
+                np.arange(size) // of for size, of in zip((rows, keys), call.block_size, strict=True)
+            )
             blocks = self._split_heads(VISIBLE_BLOCKS, values[VISIBLE_BLOCKS] != 0)
             is_seen = is_seen & blocks[..., block_rows[:, None], block_keys]
+        if call.mask_program is not None:
+            is_seen = is_seen & self._by_function(call, call.mask_program, values)
         return is_seen
+
+    def _by_function(self, call: Call, program: str, values: Arrays) -> Any:
+        """Returns whether a query sees a key by the mask function of a call."""
+        (batch, rows, heads, _), keys = values["query"].shape, values["key"].shape[1]
+        sizes = batch, heads, rows, keys
+        of_batch, head, row, key = (jnp.arange(size, dtype=jnp.int32) for size in sizes)
+        of_batch, head = of_batch[:, None, None, None, None], head.reshape(self._heads_key, -1)[..., None, None]
+        arrays = [partition.whole(values[name]) for name in MASK_ARRAYS if name in values]
+        scalars = [jnp.int32(number) for number in call.mask_scalars or ()]
+        functions = array_functions(jnp, arrays)
+        return MaskProgram.parse(program).compute((of_batch, head, row[:, None], key), scalars, functions)
 
     def grouped(self, name: str, array: Any) -> Any:
         """Returns an operand, or its tangent, in float32 with the axis of the query heads split."""

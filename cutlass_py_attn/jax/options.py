@@ -29,7 +29,7 @@ from cutlass_py_attn.problem import masks
 from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.scalars import SCALARS
 from cutlass_py_attn.problem.split_rows import array_mask_refusals
-from cutlass_py_attn.problem.tensors import E4M3, OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, MASK_ARRAYS, OPERANDS
 from cutlass_py_attn.refusals import Refusal, refuse
 from cutlass_py_attn.score_terms import registry
 
@@ -40,7 +40,8 @@ class Options(ScoreOptions, total=False):
     scale, softcap, dropout_p and the numbers of the mask are numbers that are known at trace time.
 
     mask: `KeyRanges` is a pytree: its arrays, which may be traced, are leaves, and its band is static. So one compiled
-        program computes with other ranges. Ranges have no gradient, and are refused with context_axis.
+        program computes with other ranges. `BlockSparse` and `MaskFunction` are pytrees too; the function and the
+        integers of a MaskFunction are static. Their arrays have no gradient, and are refused with context_axis.
 
     bias: (batch, num_heads, num_queries, num_keys), differentiable; it may broadcast over any axis, and its gradient
         is summed over that axis. -inf hides a key; a row that sees no key has output 0 and zero gradients.
@@ -110,6 +111,7 @@ def prepare(
     sequences = checked.sequences
     arrays, unreadable = _arrays(operands | checked.arrays())
     refusals += unreadable
+    arrays |= {name: jax.lax.stop_gradient(arrays[name]) for name in MASK_ARRAYS if name in arrays}
     if symbolic := [*sizes.refusals(arrays)]:
         raise NotSupported([*refusals, *symbolic])
     if sequences is not None and not unreadable and arrays["query"].ndim == arrays["key"].ndim == 4:
@@ -144,6 +146,8 @@ def prepare(
         context=split_rows.context_of(given),
         checkpoint_name=given.get("checkpoint_name", CHECKPOINT_NAME),
         block_size=checked.block_size,
+        mask_program=checked.mask_program,
+        mask_scalars=checked.mask_scalars,
     )
     if call.context is not None:
         coded = [name for name in OPERANDS if str(arrays[name].dtype) in E4M3]
@@ -157,7 +161,7 @@ def prepare(
                 "over devices"
             )
             refusals = [refuse("sequences", sequences, rule, "leave context_axis None")]
-        elif not (refusals := array_mask_refusals(checked.key_start, checked.visible_blocks)):
+        elif not (refusals := array_mask_refusals(checked.key_start, checked.visible_blocks, checked.mask_program)):
             refusals = split_rows.refusals(call, arrays, sequences, wants_logsumexp)
         if refusals:
             raise NotSupported(refusals)

@@ -6,6 +6,7 @@ is traced. An Auto mesh has them only when XLA compiles: `auto.py` reads them th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,14 +20,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.jax.handler import PHILOX
 from cutlass_py_attn.problem import operands
+from cutlass_py_attn.problem.mask_program import MaskProgram
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import SCALES
-from cutlass_py_attn.problem.tensors import CACHED
+from cutlass_py_attn.problem.tensors import CACHED, MASK_ARRAYS
 
 Arrays = dict[str, Any]
 Axes = tuple[str, ...]
 
 BATCH: Final = "batch"
+HEAD: Final = "head"
 HEADS: Final = "num_heads"
 HEADS_KEY: Final = "num_heads_key"
 
@@ -94,7 +97,52 @@ class Split:
                 "sequence, for the kernels count the random numbers of a device's own heads; split the batch over "
                 "devices inside jax.shard_map, or pass dropout_p=0"
             )
+        return reasons + self._reasons_of_function()
+
+    def _reasons_of_function(self) -> list[str]:
+        """Returns why the kernels cannot compute the mask function of the parts."""
+        function, reasons = self._function, []
+        if function is None:
+            return []
+        if (names := self._moved_positions) and len(function.arrays) == len(MASK_ARRAYS):
+            reasons.append(
+                f"the mask function reads {len(MASK_ARRAYS)} arrays and the position of {', '.join(names)}, split over "
+                f"{_shown((*self.batch, *self.heads))}: must read fewer arrays, for one says where the part of a "
+                "device begins; join two of them"
+            )
+        if self.problem.dropout_p and self.count(self.heads) > 1 and BATCH in function.coordinates:
+            reasons.append(
+                f"heads are split over {_shown(self.heads)} with dropout, and the mask function reads batch: must not, "
+                "for a device computes one batch after another; pass dropout_p=0"
+            )
         return reasons
+
+    @property
+    def _function(self) -> MaskProgram | None:
+        text = self.problem.mask_program
+        return None if text is None else MaskProgram.parse(text)
+
+    @property
+    def _moved_positions(self) -> tuple[str, ...]:
+        """Coordinates of the mask function that a device does not count from 0."""
+        read = frozenset() if self._function is None else self._function.coordinates
+        axes = {BATCH: self.batch, HEAD: self.heads}
+        return tuple(name for name in axes if name in read and self.count(axes[name]) > 1)
+
+    @property
+    def mask_program(self) -> str | None:
+        """The mask function of a device's part, as in its Problem."""
+        names, function = self._moved_positions, self._function
+        return str(function.placed(names)) if names and function is not None else self.problem.mask_program
+
+    def _with_positions(self, operands: Arrays) -> Arrays:
+        """Returns a device's operands with the array that its mask function has beside that of the whole call."""
+        if not self._moved_positions:
+            return operands
+        of_axes = (self.batch, operands["query"].shape[0]), (self.heads, operands["query"].shape[2])
+        first = [jax.lax.axis_index(axes) * size if axes else 0 for axes, size in of_axes]
+        name = next(name for name in MASK_ARRAYS if name not in operands)
+        return {**operands, name: jnp.stack([jnp.asarray(number, jnp.int32) for number in first])}
 
     def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the PartitionSpec of an operand or result."""
@@ -104,11 +152,11 @@ class Split:
     def on_device(self, run: Callable[[Arrays], Arrays], operands: Arrays, shapes: Mapping[str, Any]) -> Arrays:
         """Returns a device's part of every result, inside of shard_map or alike.
 
-        run: computes the call of one device
+        run: computes the call of one device, whose mask function is `mask_program`
         operands: the device's part of every operand
         shapes: of all operands, whole
         """
-        operands = self._with_own_key_head(operands)
+        operands = self._with_positions(self._with_own_key_head(operands))
         results = self.with_dropout(run, operands) if PHILOX in operands else run(operands)
         return {name: self._summed(name, part, shapes) for name, part in results.items()}
 
@@ -276,8 +324,15 @@ def _must_be_whole(name: str, axis: str, number: int, spec: Any) -> str:
     )
 
 
-def run_explicit(split: Split, run: Callable[[Arrays], Arrays], operands: Arrays, results: Mapping[str, Any]) -> Arrays:
-    """Returns the results of a split call, sharded as `Split.spec` says. results: their shapes by name."""
+def run_explicit(
+    split: Split, run: Callable[[str | None, Arrays], Arrays], operands: Arrays, results: Mapping[str, Any]
+) -> Arrays:
+    """Returns the results of a split call, sharded as `Split.spec` says.
+
+    run: computes a call with the program of its mask function
+    results: their shapes by name
+    """
+    of_device = functools.partial(run, split.mask_program)
     mesh = explicit_mesh(operands)
     shapes = {name: array.shape for name, array in operands.items()}
     specs = {name: split.spec(name, shape) for name, shape in shapes.items()}
@@ -286,7 +341,7 @@ def run_explicit(split: Split, run: Callable[[Arrays], Arrays], operands: Arrays
     # Without names shard_map takes all axes but that of a surrounding vmap.
     names = set() if len(names) == len(mesh.axis_names) else names
     sharded = jax.shard_map(
-        lambda own: split.on_device(run, own, shapes),
+        lambda own: split.on_device(of_device, own, shapes),
         mesh=mesh,
         in_specs=(specs,),
         out_specs={name: split.spec(name, shape) for name, shape in results.items()},
@@ -309,3 +364,11 @@ def like(gradient: Any, primal: Any) -> Any:
     if AxisType.Explicit not in sharding.mesh.axis_types or jax.typeof(gradient).sharding == sharding:
         return gradient
     return jax.sharding.reshard(gradient, sharding)
+
+
+def whole(array: Any) -> Any:
+    """Returns an array of which each device has all, though an Explicit mesh may split it."""
+    sharding = jax.typeof(array).sharding
+    if all(entry is None for entry in sharding.spec):
+        return array
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))

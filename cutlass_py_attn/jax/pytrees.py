@@ -9,8 +9,11 @@ import numpy as np
 
 from cutlass_py_attn.api.options import VariableLength, option_value
 from cutlass_py_attn.api.paged import Paged
+from cutlass_py_attn.problem import mask_function
 from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import MaskFunction
+from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.scalars import python_value
 from cutlass_py_attn.problem.tensors import RANGE_EDGES
 
@@ -27,10 +30,11 @@ _STATIC: Final = {
 
 
 def register() -> None:
-    """Registers VariableLength, Paged, KeyRanges and BlockSparse with JAX: arrays are leaves, all else is static."""
+    """Registers VariableLength, Paged and masks in memory with JAX: arrays are leaves, all else is static."""
     for kind in _ARRAYS:
         _register(kind)
     _register_blocks()
+    _register_functions()
 
 
 def _register(kind: type[Any]) -> None:
@@ -74,3 +78,27 @@ def _register_blocks() -> None:
         return BlockSparse(blocks, block_size, ranges if within is None else within)
 
     jax.tree_util.register_pytree_with_keys(BlockSparse, flatten_with_keys, unflatten, flatten)
+
+
+def _register_functions() -> None:
+    """Registers MaskFunction, whose arrays are leaves by name; its program and integers are static."""
+    keys = [jax.tree_util.GetAttrKey(name) for name in ("arguments", "within")]
+
+    def flatten(option: MaskFunction) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        arrays = {name: option.arguments[name] for name in option.array_names}
+        integers = tuple((name, option.arguments[name]) for name in option.arguments if name not in arrays)
+        is_static = isinstance(option.within, Mask)
+        static, within = (option_value("", option.within), None) if is_static else (None, option.within)
+        return (arrays, within), (option.program, option.array_names, integers, static)
+
+    def flatten_with_keys(option: MaskFunction) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        children, static = flatten(option)
+        return tuple(zip(keys, children, strict=True)), static
+
+    def unflatten(static: tuple[Any, ...], children: tuple[Any, ...]) -> MaskFunction:
+        arrays, within = children
+        program, names, integers, mask = static
+        arguments = {**{name: arrays[name] for name in names}, **dict(integers)}
+        return mask_function.unchecked(program, arguments, names, within if mask is None else mask)
+
+    jax.tree_util.register_pytree_with_keys(MaskFunction, flatten_with_keys, unflatten, flatten)

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from cutlass_py_attn.api.options import VariableLength
 from cutlass_py_attn.errors import NotSupported
+from cutlass_py_attn.jax import partition
 from cutlass_py_attn.refusals import refuse
 
 
@@ -40,7 +40,7 @@ def packed_sequences(segment_ids: Any, max_segments: int) -> VariableLength:
     batch, tokens = ids.shape
     most = batch * int(max_segments)
     if isinstance(ids, jax.core.Tracer) or not getattr(ids, "is_fully_addressable", True):
-        bounds = _bounds(_whole(ids), most)
+        bounds = _bounds(partition.whole(ids), most)  # each device needs those of all sequences
     else:
         found = np.flatnonzero(_starts(np.asarray(ids), np))
         if found.size > most:
@@ -60,14 +60,6 @@ def _array_of(ids: Any) -> Any:
     if isinstance(ids, (list, tuple)) and not any(isinstance(part, jax.Array) for part in jax.tree.leaves(ids)):
         return np.asarray(ids)
     return ids if isinstance(ids, np.ndarray) else jnp.asarray(ids)
-
-
-def _whole(ids: Any) -> Any:
-    """Returns ids that an Explicit mesh splits on every device: each needs the bounds of all sequences."""
-    sharding = jax.typeof(ids).sharding
-    if all(entry is None for entry in sharding.spec):
-        return ids
-    return jax.sharding.reshard(ids, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _bounds(ids: Any, most: int) -> Any:

@@ -153,10 +153,13 @@ def _sharing_lines(plan: Plan) -> Iterator[str]:
             "table and lengths are read on the device"
         )
     if "ranges_batch" in found:
+        makers = (
+            "four kernels, one of which computes the mask function," if plan.build.form.program else "three kernels"
+        )
         yield (
             f"ranges of keys, or visible blocks of {found['mask_block_rows']} x {found['mask_block_columns']}: of "
-            f"{found['ranges_batch']} sequences and {found['ranges_heads']} query heads, read on the device; three "
-            "kernels write the tile lists of the main one, whose tiles divide the blocks"
+            f"{found['ranges_batch']} sequences and {found['ranges_heads']} query heads, read on the device; {makers} "
+            "write the tile lists of the main one, whose tiles divide the blocks"
         )
     if "num_teams" not in found:
         last = "the last query tiles" if SHARED_END in plan.build.options else "the query tiles"

@@ -35,6 +35,7 @@ from cutlass_py_attn.refusals import Refusal, one_of, refuse
 WORKSPACE_ALIGNMENT: Final = 256  # bytes
 BLOCK_MULTIPLE: Final = 64  # of the queries and keys of visible blocks: the smallest tiles
 _RANGES: Final = "ranges of keys"  # as the families name what they do not take
+_IN_MEMORY: Final = f"{_RANGES}, visible blocks or a mask function"
 # Struct fields that the sizes of the device decide.
 _PLANNED: Final = (
     *("num_splits_key", "num_splits_query", "shared_key_tiles"),
@@ -135,10 +136,8 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
         rule = f"must be multiples of {BLOCK_MULTIPLE} for kernels"
         return [refuse("block_size", problem.block_size, rule, "use (128, 128), or a bias of -inf")]
     if problem.form.has_ranges and (rule := _rule_of_ranges(problem, arch)):
-        given = (
-            name for name in ("mask_program", VISIBLE_BLOCKS, RANGE_EDGES[0]) if getattr(problem, name) is not None
-        )
-        field = next(given)
+        fields = VISIBLE_BLOCKS, RANGE_EDGES[0], "mask_program"
+        field = next(name for name in fields if getattr(problem, name) is not None)
         return [refuse(field, getattr(problem, field), rule, "use another mask, or a bias of -inf")]
     has_latent_rows = problem.key_rope is not None
     is_cache = problem.has_e4m3_cache and not has_latent_rows
@@ -163,17 +162,17 @@ def _refusals(problem: Problem, arch: str) -> list[Refusal]:
 
 
 def _rule_of_ranges(problem: Problem, arch: str) -> str:
-    """Returns which problems with ranges of keys the kernels of a target take, if this is none of them."""
+    """Returns which problems with a mask in memory the kernels of a target take, if this is none of them."""
     has_wgmma, shape = architecture(arch).has_wgmma, problem.shape
     families = (family for family in FAMILIES.values() if has_wgmma or not family.needs_wgmma)
     found = (family.unsupported_features(problem) for family in families)
     missing = min(found, key=lambda names: (_RANGES in names, len(names)))
     if _RANGES not in missing:
         names = ", ".join(name.removesuffix(f" with {_RANGES}") for name in missing)
-        return f"kernels of {arch} do not take {names} together with {_RANGES} or visible blocks" if names else ""
+        return f"kernels of {arch} do not take {names} together with {_IN_MEMORY}" if names else ""
     dims = f"head dims {shape.head_dim} and {shape.head_dim_value}"
     body = f" in a {problem.direction} with {dims} and keys of {problem.key.dtype}" if has_wgmma else ""
-    return f"no kernel of {arch} takes {_RANGES} or visible blocks{body}"
+    return f"no kernel of {arch} takes {_IN_MEMORY}{body}"
 
 
 def plans_on(

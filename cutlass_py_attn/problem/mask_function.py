@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import FULL, KeyRanges, is_array
-from cutlass_py_attn.problem.mask_program import ARRAY_KINDS, MAX_SCALARS, MaskProgram, array_functions
+from cutlass_py_attn.problem.mask_program import ARRAY_KINDS, MAX_SCALARS, WORD, MaskProgram, array_functions
 from cutlass_py_attn.problem.mask_tracing import trace
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.scalars import integer_of
@@ -20,7 +20,6 @@ from cutlass_py_attn.problem.tensors import MASK_ARRAY_AXES, MASK_ARRAYS
 from cutlass_py_attn.refusals import Refusal, refuse
 
 Array = npt.NDArray[Any]
-WORD = np.iinfo(np.int32)
 _CONVERTED = {"b": np.dtype(bool), "i": np.dtype(np.int32), "u": np.dtype(np.int32), "f": np.dtype(np.float32)}
 
 
@@ -45,6 +44,7 @@ class MaskFunction:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     within: Mask | KeyRanges | BlockSparse = FULL
     program: MaskProgram = field(init=False)
+    array_names: tuple[str, ...] = field(init=False)
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # calls with other values are other calls
 
@@ -59,22 +59,26 @@ class MaskFunction:
             raise NotSupported(wrong)
         arguments = {name: _converted(value) for name, value in self.arguments.items()}
         object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "array_names", tuple(name for name in arguments if _is_array(arguments[name])))
         program = self.function if isinstance(self.function, MaskProgram) else self._traced(self.function)
         object.__setattr__(self, "program", program)
 
     def _traced(self, function: Callable[..., Any]) -> MaskProgram:
-        arrays = {
-            name: (ARRAY_KINDS[_dtype_of(array)], len(_shape_of(array))) for name, array in self._arrays().items()
-        }
+        arrays = self._kinds()
         return trace(function, arrays, [name for name in self.arguments if name not in arrays])
 
+    def _kinds(self) -> dict[str, tuple[str, int]]:
+        """Returns kind and rank of each array by its name."""
+        arrays = self._arrays().items()
+        return {name: (ARRAY_KINDS[_dtype_of(array)], len(_shape_of(array))) for name, array in arrays}
+
     def _arrays(self) -> dict[str, Any]:
-        return {name: value for name, value in self.arguments.items() if is_array(value)}
+        return {name: self.arguments[name] for name in self.array_names}
 
     @property
     def scalars(self) -> tuple[int, ...]:
         """The integers among the arguments."""
-        return tuple(value for value in self.arguments.values() if not is_array(value))
+        return tuple(value for name, value in self.arguments.items() if name not in self.array_names)
 
     @property
     def band(self) -> Mask:
@@ -99,7 +103,7 @@ class MaskFunction:
     def resolved(self, num_heads: int, num_queries: int, num_keys: int) -> MaskFunction:
         """Returns the mask in NumPy, within another without a band."""
         within = self.within if not isinstance(self.within, Mask) else KeyRanges.of(self.within, num_queries, num_keys)
-        arguments = {name: np.asarray(value) if is_array(value) else value for name, value in self.arguments.items()}
+        arguments = {**self.arguments, **{name: np.asarray(array) for name, array in self._arrays().items()}}
         return MaskFunction(self.program, arguments, within.resolved(num_heads, num_queries, num_keys))
 
     def reach(self, batch: Any, head: Any, query: Any, key: Any) -> Array:
@@ -121,7 +125,22 @@ class MaskFunction:
 
     def with_arguments(self, **changes: Any) -> MaskFunction:
         """Returns the mask with other values of arguments, arrays of the same dtypes and ranks."""
-        return replace(self, function=self.program, arguments={**self.arguments, **changes})
+        changed = replace(self, function=self.program, arguments={**self.arguments, **changes})
+        if changed._kinds() != self._kinds() or {*changes} - {*self.arguments}:
+            rule = "must have the names, dtypes and ranks of the mask's"
+            raise NotSupported(refuse("arguments", sorted(changes), rule, "make another MaskFunction"))
+        return changed
+
+
+def unchecked(
+    program: MaskProgram, arguments: Mapping[str, Any], array_names: tuple[str, ...], within: Any
+) -> MaskFunction:
+    """Returns a mask in which anything may stand for an array, as in a pytree of JAX."""
+    mask = object.__new__(MaskFunction)
+    values = {"function": program, "program": program, "arguments": arguments}
+    for name, value in {**values, "array_names": array_names, "within": within}.items():
+        object.__setattr__(mask, name, value)
+    return mask
 
 
 def _argument_refusals(arguments: object) -> Iterator[Refusal]:
@@ -129,8 +148,10 @@ def _argument_refusals(arguments: object) -> Iterator[Refusal]:
     if not isinstance(arguments, Mapping):
         yield refuse("arguments", arguments, "must be a dict of arrays and integers by name", "pass one")
         return
-    arrays = {name: value for name, value in arguments.items() if is_array(value)}
+    arrays = {name: value for name, value in arguments.items() if _is_array(value)}
     for name, value in arguments.items():
+        if not isinstance(name, str):
+            yield refuse("arguments", name, "must have names of parameters", "name them")
         what = f"arguments[{name!r}]"
         if name not in arrays:
             number = integer_of(value)
@@ -148,7 +169,12 @@ def _argument_refusals(arguments: object) -> Iterator[Refusal]:
     for what, names, most in (("arrays", [*arrays], len(MASK_ARRAYS)), ("integers", [*arguments], MAX_SCALARS)):
         names = [name for name in names if (name in arrays) == (what == "arrays")]
         if len(names) > most:
-            yield refuse("arguments", sorted(names), f"may have at most {most} {what}", "join some in one array")
+            yield refuse("arguments", names, f"may have at most {most} {what}", "join some in one array")
+
+
+def _is_array(value: object) -> bool:
+    """Returns whether this is an array, and no number of NumPy."""
+    return is_array(value) and not isinstance(value, np.generic)
 
 
 def _dtype_of(array: Any) -> str:
@@ -165,14 +191,14 @@ def _shape_of(array: Any) -> tuple[int, ...]:
 
 def _converted(value: Any) -> Any:
     """Returns an array of NumPy with a dtype that kernels read, and other integers as Python's."""
-    if not is_array(value):
+    if not _is_array(value):
         return integer_of(value)
     if not isinstance(value, np.ndarray) or value.dtype.name in ARRAY_KINDS:
         return value
     dtype = _CONVERTED[value.dtype.kind]
     if dtype.kind == "i":
         value = np.clip(value, WORD.min, WORD.max)
-    return value.astype(dtype)
+    return np.asarray(value, dtype)
 
 
 ArrayMask = KeyRanges | BlockSparse | MaskFunction

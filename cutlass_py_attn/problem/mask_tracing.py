@@ -6,9 +6,13 @@ numpy.where, minimum and maximum. What no kernel can do is refused with the line
 
 from __future__ import annotations
 
+import inspect
+import operator
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -20,6 +24,7 @@ from cutlass_py_attn.problem.mask_program import (
     FLOAT,
     INT,
     KINDS,
+    WORD,
     MaskProgram,
     Step,
     array_functions,
@@ -27,7 +32,7 @@ from cutlass_py_attn.problem.mask_program import (
 from cutlass_py_attn.refusals import Refusal
 
 MAX_STEPS: Final = 200
-_WORD: Final = np.iinfo(np.int32)
+_KNOWN: Final = "use operators, and numpy.where, minimum, maximum and logical_and"
 
 
 @dataclass(slots=True)
@@ -78,8 +83,6 @@ class _Recorder:
             first_value = len(step.inputs) - len(step.values)
             inputs = *step.inputs[:first_value], *(places[value] for value in step.values)
             steps.append(Step(step.operation, inputs))
-        if not steps or kept[-1] != result:  # a result that is an earlier value
-            _fail("the function returns an argument", "return a bool, such as query >= key")
         return MaskProgram(self.arrays, self.scalars, tuple(steps))
 
 
@@ -109,7 +112,7 @@ class _Symbol:
         _fail(f"{self.what} is iterated over", "index it with coordinates")
 
     def __array__(self, *args: object, **kwargs: object) -> Any:
-        _fail("a traced value is made an array", "use operators, numpy.where, minimum and maximum")
+        _fail("a traced value is made an array, or is the index of one", f"{_KNOWN}; pass arrays in `arguments`")
 
     def __truediv__(self, other: object) -> Any:
         _fail("/ divides", "use //")
@@ -130,14 +133,17 @@ class Value(_Symbol):
         _fail("a number is indexed", "pass arrays in `arguments`")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        name = UFUNCS.get(ufunc.__name__)
-        if name is None or method != "__call__" or options:
-            _fail(f"numpy.{ufunc.__name__} has no operation", f"use {', '.join(sorted(UFUNCS))} or where")
-        return self._called(name, *inputs)
+        if method != "__call__" or options or ufunc.__name__ not in {*UFUNCS, *_SWAPPED, *_UNARY}:
+            _fail(f"numpy.{ufunc.__name__} has no operation", _KNOWN)
+        if ufunc.__name__ in _UNARY:
+            return _UNARY[ufunc.__name__](*inputs)
+        if ufunc.__name__ in _SWAPPED:
+            return self._called(_SWAPPED[ufunc.__name__], *inputs[::-1])
+        return self._called(UFUNCS[ufunc.__name__], *inputs)
 
     def __array_function__(self, function: Any, types: Any, inputs: Any, options: Any) -> Any:
         if function.__name__ != "where" or options or len(inputs) != 3:
-            _fail(f"numpy.{function.__name__} has no operation", f"use {', '.join(sorted(UFUNCS))} or where")
+            _fail(f"numpy.{function.__name__} has no operation", _KNOWN)
         condition, *values = map(self._value, inputs)
         kind = max((value.kind for value in values), key=KINDS.index)
         values = [value._as(kind) for value in values]
@@ -168,10 +174,14 @@ class Value(_Symbol):
         """Returns a Python or NumPy number as a value."""
         if isinstance(value, Value):
             return value
+        if isinstance(value, ArrayValue):
+            value._is_no_number()
+        if isinstance(value, np.ndarray) and value.ndim == 0:  # what NumPy makes of its numbers
+            value = value[()]
         if isinstance(value, (bool, np.bool_)):
             return Value(self.recorder, BOOL, self.recorder.add("const", bool(value)))
         if isinstance(value, (int, np.integer)):
-            if not _WORD.min <= value <= _WORD.max:
+            if not WORD.min <= value <= WORD.max:
                 _fail(f"{value} is no int32", "use smaller numbers")
             return Value(self.recorder, INT, self.recorder.add("const", int(value)))
         if isinstance(value, (float, np.floating)):
@@ -207,10 +217,17 @@ class ArrayValue(_Symbol):
         super().__init__(recorder)
         self.name, self.number = name, number
 
-    @property
-    def shape(self) -> NoReturn:
-        """Is not known: sizes may differ from call to call."""
+    def _has_no_size(self) -> NoReturn:
+        """Sizes may differ from call to call."""
         _fail(f"the shape of {self.name} is read", "pass its sizes as integers in `arguments`")
+
+    shape = property(_has_no_size)
+    __len__ = _has_no_size
+
+    def _is_no_number(self, *others: object, **options: object) -> NoReturn:
+        _fail(f"{self.name} is used as a number", f"index it, as in {self.name}[...]")
+
+    __array_ufunc__ = _is_no_number
 
     def __getitem__(self, index: Any) -> Value:
         places = index if isinstance(index, tuple) else (index,)
@@ -250,6 +267,12 @@ UFUNCS: Final = {
     "left_shift": "shl",
     "right_shift": "shr",
 }
+_SWAPPED: Final = {"greater": "lt", "greater_equal": "le"}
+_UNARY: Final[dict[str, Callable[[Any], Any]]] = {
+    "negative": operator.neg,
+    "absolute": operator.abs,
+    "invert": operator.invert,
+}
 _OPERATORS: Final = {
     **{"add": "add", "sub": "sub", "mul": "mul", "floordiv": "div", "mod": "mod", "and": "and", "or": "or"},
     **{"xor": "xor", "lshift": "shl", "rshift": "shr"},
@@ -269,20 +292,42 @@ for _name, _operation in (("gt", "lt"), ("ge", "le")):
     setattr(Value, f"__{_name}__", _operator(_operation, True))
 
 
+for _name in (*COMPARISONS, "gt", "ge", "neg", "abs", "invert", *_OPERATORS, *(f"r{name}" for name in _OPERATORS)):
+    setattr(ArrayValue, f"__{_name}__", ArrayValue._is_no_number)
+
+
 class _CannotTrace(Exception):
-    """What a function does that no kernel can, where, and what to do; caught by `trace`."""
+    """What a function does that no kernel can, where, and what to do; caught by `trace`.
+
+    The place is "" if the function has returned.
+    """
 
 
 def _fail(what: str, remedy: str) -> NoReturn:
-    raise _CannotTrace(f"{_place()}{what}", remedy)
+    raise _CannotTrace(_place(), what, remedy)
 
 
 def _place() -> str:
-    """Returns the line of the user's function that runs, as "file.py, line 3: "."""
-    frame = sys._getframe(1)
-    while frame is not None and (frame.f_globals.get("__name__") == __name__ or "numpy" in frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
-    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}: "
+    """Returns the line of the user's function that runs, as "file.py, line 3"; "" if none runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not trace.__code__:
+        module = str(frame.f_globals.get("__name__"))
+        if module != __name__ and module.partition(".")[0] != "numpy":
+            return _line(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def _line(code: CodeType, number: int) -> str:
+    return f"{code.co_filename.replace(os.sep, '/').rpartition('/')[2]}, line {number}"
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    """Returns the line on which a function is defined; "" for what has no code of Python."""
+    own = inspect.unwrap(function)
+    codes = (getattr(each, "__code__", None) for each in (own, getattr(own, "func", None), type(own).__call__))
+    code = next((code for code in codes if code is not None), None)
+    return "" if code is None else _line(code, code.co_firstlineno)
 
 
 def trace(
@@ -296,6 +341,7 @@ def trace(
     Raises NotSupported, with the line of the function, for what a kernel cannot do.
     """
     recorder = _Recorder(tuple(arrays.values()), len(scalars))
+    _expect_parameters(function, [*arrays, *scalars])
     coordinates = [Value(recorder, INT, number) for number in range(len(COORDINATES))]
     values: dict[str, Any] = {name: ArrayValue(recorder, name, number) for number, name in enumerate(arrays)}
     values |= {name: Value(recorder, INT, len(COORDINATES) + number) for number, name in enumerate(scalars)}
@@ -303,12 +349,26 @@ def trace(
         result = function(*coordinates, **values)
         value = coordinates[0]._value(result)
         if value.kind != BOOL:
-            raise _CannotTrace(f"the function returns {value.kind} in place of a bool", "compare it, as in x != 0")
+            _fail(f"the function returns {value.kind} in place of a bool", "compare it, as in x != 0")
         return recorder.program(value.number)
     except _CannotTrace as error:
-        what, remedy = error.args
-        raise NotSupported(Refusal("mask function", _name_of(function), what, remedy)) from error
+        place, what, remedy = error.args
+        raise NotSupported(_refusal(function, place, what, remedy)) from error
 
 
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__qualname__", repr(function)))
+def _expect_parameters(function: Callable[..., Any], names: Sequence[str]) -> None:
+    """Raises NotSupported for a function that does not take four coordinates, and arguments of these names."""
+    try:
+        inspect.signature(function).bind(*COORDINATES, **dict.fromkeys(names))
+    except TypeError as error:
+        taken = f"the function must take {', '.join((*COORDINATES, *names))}: {error}"
+        raise NotSupported(_refusal(function, "", taken, "name its parameters as `arguments` does")) from error
+    except ValueError:  # a function without a signature
+        return
+
+
+def _refusal(function: Callable[..., Any], place: str, what: str, remedy: str) -> Refusal:
+    """Returns the refusal of a function; place: a line, "" for that of its definition."""
+    name = str(getattr(function, "__qualname__", repr(function)))
+    where = place or _definition(function)
+    return Refusal("mask function", name, f"{where}: {what}" if where else what, remedy)

@@ -49,12 +49,12 @@ def order_refusals(value: object) -> list[Refusal]:
     return [refuse("load_balance", value, f"must be {ZIGZAG!r}, or None for the natural order", "choose one")]
 
 
-def array_mask_refusals(key_start: object, visible_blocks: object) -> list[Refusal]:
-    """Returns why a mask in memory is refused; None stands for no array."""
+def array_mask_refusals(key_start: object, visible_blocks: object, mask_program: object) -> list[Refusal]:
+    """Returns why a mask in memory is refused; None stands for what it does not have."""
     rule = "must be None where the rows are split over devices, which do not split masks in memory"
-    arrays = {"key_start": key_start, "visible_blocks": visible_blocks}
+    fields = {"key_start": key_start, "visible_blocks": visible_blocks, "mask_program": mask_program}
     remedy = "pass a mask of another type, or a bias of -inf"
-    return [refuse(name, array, rule, remedy) for name, array in arrays.items() if array is not None]
+    return [refuse(name, value, rule, remedy) for name, value in fields.items() if value is not None]
 
 
 def chunks(size: int, zigzag: bool, rows: int, device: Any) -> list[Chunk]:

@@ -19,9 +19,11 @@ from cutlass_py_attn.plan import planner
 from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
+from cutlass_py_attn.problem.mask_program import MaskProgram
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import DIRECTIONS, KEY_ROPE, Tensor
+from cutlass_py_attn.problem.tensors import DIRECTIONS, KEY_ROPE, MASK_ARRAYS, Tensor
 from cutlass_py_attn.runtime.arrays import numpy_dtype
 from cutlass_py_attn.runtime.binding import bind
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -144,11 +146,16 @@ def options_of(problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mask_of(problem: Problem, arrays: Mapping[str, Any]) -> Mask | KeyRanges:
-    """The option `mask`, with the arrays of ranges of keys."""
-    if not problem.form.has_ranges:
-        return problem.mask
-    return KeyRanges(arrays["key_start"], arrays["key_end"], problem.mask)
+def mask_of(problem: Problem, arrays: Mapping[str, Any]) -> Mask | ArrayMask:
+    """The option `mask`, with its arrays."""
+    mask: Mask | KeyRanges = problem.mask
+    if problem.key_start is not None:
+        mask = KeyRanges(arrays["key_start"], arrays["key_end"], problem.mask)
+    if problem.mask_program is None:
+        return mask
+    values = (*(arrays[name] for name in MASK_ARRAYS if name in arrays), *(problem.mask_scalars or ()))
+    arguments = {f"argument_{number}": value for number, value in enumerate(values)}
+    return MaskFunction(MaskProgram.parse(problem.mask_program), arguments, mask)
 
 
 def sequences_of(problem: Problem, arrays: Mapping[str, Any]) -> VariableLength | Paged | None:

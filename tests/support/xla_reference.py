@@ -95,6 +95,9 @@ def _options(problem: Problem, given: dict[str, Any]) -> Options:
         score_terms={name: given[name] for name, _ in problem.score_terms},
         deterministic=problem.deterministic,
         head_dim_value=problem.shape.head_dim_value if problem.value_in_key else None,
+        block_size=problem.block_size,
+        mask_program=problem.mask_program,
+        mask_scalars=problem.mask_scalars,
         **{name: given.get(name) for name in ("bias", "alibi_slopes", "sinks", *SCALES)},
     )
 

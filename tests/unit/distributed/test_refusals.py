@@ -24,6 +24,7 @@ from cutlass_py_attn.distributed import (
 from cutlass_py_attn.distributed.host import Host
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import MaskFunction
 from cutlass_py_attn.problem.masks import Causal, Full, Window
 from cutlass_py_attn.refusals import Refusal
 from cutlass_py_attn.score_terms.dropout import Dropout
@@ -81,6 +82,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"mask": KeyRanges(EDGE, EDGE, Causal())}, "key_start: None where the rows are split over devices"),
     ({}, RING | {"mask": KeyRanges(EDGE, EDGE)}, "key_start: None where the rows are split over devices"),
     ({}, ULYSSES | {"mask": KeyRanges(EDGE, None)}, "key_end: an int32 array"),
+    ({}, {"mask": MaskFunction(lambda *place: place[2] >= place[3])}, "mask_program: None where the rows are split"),
 ]
 
 

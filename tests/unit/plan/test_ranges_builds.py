@@ -190,20 +190,29 @@ def test_lists_that_32_bits_do_not_number_are_refused() -> None:
     assert planner.plan(with_ranges(problem, (1, 1)), ARCH).workspace.buffers[2].bytes == 2**26
 
 
-WITH_RANGES = "kernels of sm_90a do not take {} together with ranges of keys or visible blocks"
+IN_MEMORY = "ranges of keys, visible blocks or a mask function"
+WITH_RANGES = f"kernels of sm_90a do not take {{}} together with {IN_MEMORY}"
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("name", "arch", "rule"),
     [
-        ("bf16_d128_q200_s300_b2_h4_full", "sm_80", "no kernel of sm_80 takes ranges of keys or visible blocks"),
+        (
+            "bf16_d128_q200_s300_b2_h4_full",
+            "sm_80",
+            f"no kernel of sm_80 takes {IN_MEMORY}",
+        ),
         (
             "bf16_d128_q1_s4000_b2_h4_full_softcap3",
             "sm_80",
-            "no kernel of sm_80 takes ranges of keys or visible blocks",
+            f"no kernel of sm_80 takes {IN_MEMORY}",
         ),
-        ("bf16_d128_q200_s300_b2_h4_full", "sm_90", "no kernel of sm_90 takes ranges of keys or visible blocks"),
+        (
+            "bf16_d128_q200_s300_b2_h4_full",
+            "sm_90",
+            f"no kernel of sm_90 takes {IN_MEMORY}",
+        ),
         ("bf16_d128_q200_s300_b2_h4_full_alibi", ARCH, WITH_RANGES.format("alibi")),
         ("bf16_d128_q200_s300_b2_h4_full_dropout0.5_alibi", ARCH, WITH_RANGES.format("alibi, dropout")),
         ("bf16_d128_q200_s300_b2_h4_full_bias", ARCH, WITH_RANGES.format("bias")),
@@ -213,7 +222,7 @@ WITH_RANGES = "kernels of sm_90a do not take {} together with ranges of keys or 
         (
             "bf16_d320_q200_s300_b2_h4_full",
             ARCH,
-            "takes ranges of keys or visible blocks in a {} with head dims 320 and 320 and keys of bfloat16",
+            f"takes {IN_MEMORY} in a {{}} with head dims 320 and 320 and keys of bfloat16",
         ),
     ],
 )

@@ -28,6 +28,7 @@ RANGES = KeyRanges.documents([0, 20, QUERIES], QUERIES, Causal())
 WITHIN: dict[str, Mask | KeyRanges] = {
     "full": Full(), "causal": Causal(), "causal_br": CausalBottomRight(30), "ranges": RANGES,
 }  # fmt: skip
+IN_MEMORY = "ranges of keys, visible blocks or a mask function"
 COUNTS, INDICES = np.array([[[1, 2]]]), np.array([[[[2, 0], [1, 0]]]])
 
 
@@ -127,8 +128,11 @@ def problem_of(head_dim: int = 64, block_size: tuple[int, int] = (128, 128), dir
     ("changes", "expected"),
     [
         ({"block_size": (100, 128)}, ["block_size: multiples of 64"]),
-        ({"softcap": 3.0}, ["visible_blocks: softcap together with ranges of keys or visible blocks"]),
-        ({"arch": "sm_80"}, ["visible_blocks: no kernel of sm_80 takes ranges of keys or visible blocks"]),
+        ({"softcap": 3.0}, [f"visible_blocks: softcap together with {IN_MEMORY}"]),
+        (
+            {"arch": "sm_80"},
+            [f"visible_blocks: no kernel of sm_80 takes {IN_MEMORY}"],
+        ),
     ],
 )
 def test_what_no_kernel_takes(changes: dict[str, Any], expected: list[str]) -> None:
