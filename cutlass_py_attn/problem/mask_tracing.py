@@ -130,6 +130,8 @@ class Value(_Symbol):
         self.kind, self.number = kind, number
 
     def __getitem__(self, index: object) -> Any:
+        if index == ():  # as of NumPy's arrays without axes
+            return self
         _fail("a number is indexed", "pass arrays in `arguments`")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
@@ -343,7 +345,7 @@ def trace(
     recorder = _Recorder(tuple(arrays.values()), len(scalars))
     _expect_parameters(function, [*arrays, *scalars])
     coordinates = [Value(recorder, INT, number) for number in range(len(COORDINATES))]
-    values: dict[str, Any] = {name: ArrayValue(recorder, name, number) for number, name in enumerate(arrays)}
+    values = {name: _array(recorder, name, number) for number, name in enumerate(arrays)}
     values |= {name: Value(recorder, INT, len(COORDINATES) + number) for number, name in enumerate(scalars)}
     try:
         result = function(*coordinates, **values)
@@ -354,6 +356,12 @@ def trace(
     except _CannotTrace as error:
         place, what, remedy = error.args
         raise NotSupported(_refusal(function, place, what, remedy)) from error
+
+
+def _array(recorder: _Recorder, name: str, number: int) -> Any:
+    """Returns what stands for an array; one without axes is a number."""
+    kind, rank = recorder.arrays[number]
+    return ArrayValue(recorder, name, number) if rank else Value(recorder, kind, recorder.add("load", number))
 
 
 def _expect_parameters(function: Callable[..., Any], names: Sequence[str]) -> None:

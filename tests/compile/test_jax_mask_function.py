@@ -281,7 +281,7 @@ def test_a_traced_number_is_an_array_without_axes() -> None:
     traced = []
 
     def near(batch: Any, head: Any, query: Any, key: Any, width: Any) -> Any:
-        return (query - key < width[()]) & (query >= key)
+        return (query - key < width) & (query >= key)
 
     def attend(width: Any) -> Any:
         traced.append(1)

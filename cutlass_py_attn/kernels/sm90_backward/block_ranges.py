@@ -17,6 +17,7 @@ from cutlass_py_attn.problem.tensors import RANGE_WORDS
 
 PAIR_WORDS = QUAD_COLUMNS * RANGE_WORDS  # of the ranges of a pair of neighbouring queries
 PAIR_BYTES = 16
+PAIRS_AT_ONCE = 2  # whose elements of arrays are loaded at the same time
 
 
 class BlockRanges:
@@ -81,7 +82,7 @@ class BlockRanges:
         place: sequence and query head; pairs: of neighbouring queries
         """
         seen = Uint32(0)
-        for pair in cutlass.range(pairs, unroll=1):
+        for pair in cutlass.range(pairs, unroll=PAIRS_AT_ONCE):
             word = Uint32(0)
             for index in cutlass.range_constexpr(QUAD_COLUMNS):
                 for number in cutlass.range_constexpr(len(keys)):

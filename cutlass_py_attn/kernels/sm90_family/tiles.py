@@ -281,7 +281,7 @@ _SM90_BACKWARD_RANGES: _Table = {
     128: (
         _backward("64x128x16:3,2k2+ds_registers-plain"),
         _backward("64x128x16:3,2+ds_registers-plain"),
-        _backward("64x128x16:3,2-plain"),
+        _backward("64x128x16:3,2k2-plain"),
         _backward("64x64x12:3,2-plain"),
     ),
 }

@@ -16,6 +16,7 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_lists import ROWS_PADDING
 from cutlass_py_attn.problem.tensors import RANGE_WORDS
 
+PAIRS_AT_ONCE = 4  # whose elements of arrays are loaded at the same time
 WORD_KEYS = 4 * WORD_BITS  # of a row, of which a thread holds a quarter
 
 
@@ -69,7 +70,7 @@ class RowRanges:
         pairs: of neighbouring columns
         """
         seen = Uint32(0)
-        for pair in cutlass.range(pairs, unroll=1):
+        for pair in cutlass.range(pairs, unroll=PAIRS_AT_ONCE):
             for column in cutlass.range_constexpr(QUAD_COLUMNS):
                 is_seen = self.function.sees(p, batch, head, query, key + pair * COLUMNS + column)
                 bit = cutlass.select_(is_seen, Uint32(1 << column), Uint32(0))
