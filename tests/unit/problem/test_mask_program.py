@@ -260,8 +260,8 @@ def test_the_text() -> None:
 
     arguments = {"ids": np.zeros((2, 3), int), "width": 4, "weight": np.zeros(3), "marked": np.array(True)}
     assert text(sees, **arguments) == (
-        "arrays int32[2] float32[1] bool[0]; scalars 1; load 0 0 2; load 0 0 3; eq 5 6; load 1 3; "
-        f"const {float(np.float32(0.1))}; lt 9 8; and 7 10; load 2; and 11 12; lt 3 4; or 13 14; or 15 14"
+        "arrays int32[2] float32[1] bool[0]; scalars 1; load 2; load 0 0 2; load 0 0 3; eq 6 7; load 1 3; "
+        f"const {float(np.float32(0.1))}; lt 10 9; and 8 11; and 12 5; lt 3 4; or 13 14; or 15 14"
     )
 
 
