@@ -13,13 +13,9 @@ import numpy as np
 from cutlass_py_attn.api.calls import problem_on_host
 from cutlass_py_attn.api.options import Options, VariableLength
 from cutlass_py_attn.api.paged import Paged
-from cutlass_py_attn.problem.block_sparse import BlockSparse
-from cutlass_py_attn.problem.key_ranges import KeyRanges
-from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
-from cutlass_py_attn.problem.mask_program import MaskProgram
-from cutlass_py_attn.problem.masks import Mask
+from cutlass_py_attn.problem.mask_function import mask_of
 from cutlass_py_attn.problem.problem import Problem
-from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, MASK_ARRAYS, OPERANDS
+from cutlass_py_attn.problem.tensors import E4M3, KEY_ROPE, OPERANDS
 from cutlass_py_attn.reference import numpy_reference, paged, quantization
 from cutlass_py_attn.runtime import arrays
 from cutlass_py_attn.score_terms.dropout import keeper
@@ -47,7 +43,7 @@ def _forward(problem: Problem, operands: Mapping[str, Any], options: Options) ->
         operands = {**operands, "key": quantization.dequantise_latent(*latent)}
     if options.head_dim_value is not None:
         operands = {**operands, "value": operands["key"][..., : options.head_dim_value]}
-    terms: dict[str, Any] = {"mask": _mask(problem, operands), "scale": problem.scale_value}
+    terms: dict[str, Any] = {"mask": mask_of(problem, operands), "scale": problem.scale_value}
     terms["score_mod"] = score_mod_of(problem, options)
     if isinstance(options.sequences, Paged):
         given = options.sequences
@@ -68,27 +64,12 @@ def _forward(problem: Problem, operands: Mapping[str, Any], options: Options) ->
     return {"output": output, "logsumexp": logsumexp.astype(np.float32)}
 
 
-def _mask(problem: Problem, operands: Mapping[str, Any]) -> Mask | ArrayMask:
-    """Returns the mask of a problem, with its arrays if it has any."""
-    mask: Mask | KeyRanges = problem.mask
-    if problem.key_start is not None:
-        mask = KeyRanges(operands["key_start"], operands["key_end"], problem.mask)
-    within: Mask | KeyRanges | BlockSparse = mask
-    if problem.visible_blocks is not None:
-        within = BlockSparse(operands["visible_blocks"], problem.block_size, mask)
-    if problem.mask_program is None:
-        return within
-    values = (*(operands[name] for name in MASK_ARRAYS if name in operands), *(problem.mask_scalars or ()))
-    arguments = {str(number): value for number, value in enumerate(values)}
-    return MaskFunction(MaskProgram.parse(problem.mask_program), arguments, within)
-
-
 def _backward(problem: Problem, operands: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Returns the gradients that `options` names, in the dtype of query; that of sinks in float32."""
     names = ("grad_output", "query", "key", "value", "output", "logsumexp")
     gradients = numpy_reference.backward(
         *(operands[name] for name in names),
-        mask=_mask(problem, operands),
+        mask=mask_of(problem, operands),
         scale=problem.scale_value,
         score_mod=score_mod_of(problem, options),
         grad_logsumexp=operands.get("grad_logsumexp"),

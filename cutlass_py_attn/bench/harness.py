@@ -24,6 +24,7 @@ from cutlass_py_attn.bench import timing
 from cutlass_py_attn.bench.timing import SAMPLES, Timed, sm_clock_mhz
 from cutlass_py_attn.errors import AttentionError
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.quantization import SCALES
 from cutlass_py_attn.problem.spec import ProblemSpec, parse
 from cutlass_py_attn.problem.tensors import Tensor
@@ -106,9 +107,10 @@ class Operands:
         if case.alibi:
             heads = np.arange(1, case.shape.num_heads + 1, dtype=np.float32)
             self._write("alibi_slopes", np.exp2(-8 * heads / case.shape.num_heads), stream)
-        if case.ranges:
-            for name, edge in case.key_ranges().arrays().items():
-                self._write(name, edge, stream)
+        mask = case.drawn_mask()
+        if isinstance(mask, ArrayMask):
+            for name, array in mask.arrays().items():
+                self._write(name, array, stream)
         if case.page_size:
             self._write_pages(case, rng, stream)
         elif case.sequences:

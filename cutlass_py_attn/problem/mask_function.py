@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,11 @@ from cutlass_py_attn.problem.mask_program import ARRAY_KINDS, MAX_SCALARS, WORD,
 from cutlass_py_attn.problem.mask_tracing import trace
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.scalars import integer_of
-from cutlass_py_attn.problem.tensors import MASK_ARRAY_AXES, MASK_ARRAYS
+from cutlass_py_attn.problem.tensors import MASK_ARRAY_AXES, MASK_ARRAYS, VISIBLE_BLOCKS
 from cutlass_py_attn.refusals import Refusal, refuse
+
+if TYPE_CHECKING:
+    from cutlass_py_attn.problem.problem import Problem
 
 Array = npt.NDArray[Any]
 _CONVERTED = {"b": np.dtype(bool), "i": np.dtype(np.int32), "u": np.dtype(np.int32), "f": np.dtype(np.float32)}
@@ -202,3 +205,18 @@ def _converted(value: Any) -> Any:
 
 
 ArrayMask = KeyRanges | BlockSparse | MaskFunction
+
+
+def mask_of(problem: Problem, arrays: Mapping[str, Any]) -> Mask | ArrayMask:
+    """Returns the mask of a problem whose arrays are among these, by their names in it."""
+    mask: Mask | KeyRanges = problem.mask
+    if problem.key_start is not None:
+        mask = KeyRanges(arrays["key_start"], arrays["key_end"], problem.mask)
+    within: Mask | KeyRanges | BlockSparse = mask
+    if problem.visible_blocks is not None:
+        within = BlockSparse(arrays[VISIBLE_BLOCKS], problem.block_size, mask)
+    if problem.mask_program is None:
+        return within
+    values = (*(arrays[name] for name in MASK_ARRAYS if name in arrays), *(problem.mask_scalars or ()))
+    arguments = {str(number): value for number, value in enumerate(values)}
+    return MaskFunction(MaskProgram.parse(problem.mask_program), arguments, within)

@@ -15,8 +15,10 @@ from typing import Any, Final
 import numpy as np
 
 from cutlass_py_attn.errors import NotSupported
-from cutlass_py_attn.problem import drawn_ranges, masks
+from cutlass_py_attn.problem import drawn_functions, drawn_ranges, masks
+from cutlass_py_attn.problem.block_sparse import BlockSparse
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.masks import Full, Mask
 from cutlass_py_attn.problem.paging import Pages
 from cutlass_py_attn.problem.problem import Problem
@@ -30,7 +32,7 @@ from cutlass_py_attn.problem.quantization import (
     TILE,
     shapes,
 )
-from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, RANGE_EDGES, Sequences, Shape, Tensor
+from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_NAMES, RANGE_EDGES, VISIBLE_BLOCKS, Sequences, Shape, Tensor
 from cutlass_py_attn.suggestions import did_you_mean
 
 EXAMPLE: Final = "bf16_d128_s8192_b4_h16_causal"
@@ -59,6 +61,10 @@ h{num_heads}[k{num_heads_key}]          heads of query; heads of key and value i
                                         broadcast axis. What is in them: random ranges if nothing follows, or runs, all,
                                         lengths, causal, documents, prefix or window; the last three may have a size, as
                                         in documents4096
+[blocks{block_share}[{block_axes=bh|b|h}][x{block_size}]]  beside the mask, visible blocks: so many in a hundred, by
+                                        sequence (b) and key head (h), of 128 x 128 or so many queries and keys
+[function{mask_function}]               beside the mask, a mask function with drawn arrays: stripes, documents, marked,
+                                        weights, tree, dilated, images or prefix
 [bias{bias}[{bias_gradient=grad|sum}]]  additive bias of axes bhqk, with 1 for a broadcast axis; 1hqk if absent. grad:
                                         its gradient in full; sum: its gradient summed over the broadcast axes
 [dropout{dropout_p}]                    probability of a dropped weight
@@ -99,6 +105,8 @@ _PATTERNS: Final = {  # of the values of fields; other fields are integers
     "page_size": _POSITIVE,
     "ranges": "[b1][h1]",
     "range_family": drawn_ranges.PATTERN,
+    "block_size": _POSITIVE,
+    "mask_function": "|".join(drawn_functions.FUNCTIONS),
     "descale": "|".join(GRAINS),
 }
 _FIELD: Final = re.compile(r"{(\w+)(?:=([^}]*))?}")
@@ -174,6 +182,7 @@ class ProblemSpec:
     The fields are those of GRAMMAR; `mask` has those of its own. "", 0, False and None stand for an absent word.
     sequences: lengths in the variable-length layout, which decide batch, num_queries and num_keys; () for none.
     ranges: axes of key_start and key_end, 1 for a broadcast axis; "" for none. range_family: of drawn_ranges.
+    block_share: in a hundred; None for no blocks. block_axes: of visible_blocks. mask_function: of drawn_functions.
     bias: its axes, 1 for a broadcast axis. alibi: "h" (slopes by head) or "bh" (by batch and head).
     deterministic, grad_logsumexp, gradients and num_splits_key concern the backward alone.
     """
@@ -190,6 +199,10 @@ class ProblemSpec:
     sequences: tuple[SequenceLengths, ...] = ()
     ranges: str = ""
     range_family: str = ""
+    block_share: int | None = None
+    block_axes: str = ""
+    block_size: int = 128
+    mask_function: str = ""
     bias: str = ""
     bias_gradient: str = ""
     gradients: str = ""
@@ -326,6 +339,11 @@ class ProblemSpec:
         }
         if self.ranges:
             changes |= dict.fromkeys(RANGE_EDGES, Tensor.contiguous((*self._lists(), self.num_queries), "int32"))
+        if self.block_share is not None:
+            blocks = Tensor.contiguous(self._block_counts(), "bool")
+            changes |= {VISIBLE_BLOCKS: blocks, "block_size": (self.block_size, self.block_size)}
+        if self.mask_function:
+            changes |= drawn_functions.fields(self.mask_function, self.shape.bias)
         if self.bias:
             changes["bias"] = self._bias_tensor()
         if self.alibi:
@@ -412,6 +430,27 @@ class ProblemSpec:
         edges = drawn_ranges.draw(self.range_family, self._lists(), self.num_queries, self.num_keys, seed)
         return KeyRanges(*edges, self.mask)
 
+    @property
+    def has_array_mask(self) -> bool:
+        """Whether arrays say which keys each query sees: ranges, blocks or a mask function."""
+        return bool(self.ranges or self.block_share is not None or self.mask_function)
+
+    def drawn_mask(self, seed: int = 0) -> Mask | ArrayMask:
+        """Returns the mask, with drawn arrays."""
+        mask = self.key_ranges(seed) if self.ranges else self.mask
+        within: Mask | KeyRanges | BlockSparse = mask
+        if self.block_share is not None:
+            draws = np.random.default_rng((seed, 2)).random(self._block_counts())
+            within = BlockSparse(draws < self.block_share / 100, (self.block_size, self.block_size), mask)
+        if not self.mask_function:
+            return within
+        return drawn_functions.mask(self.mask_function, self.shape.bias, seed, within)
+
+    def _block_counts(self) -> tuple[int, ...]:
+        """The sizes of visible_blocks."""
+        _, _, *blocks = self.shape.visible_blocks((self.block_size, self.block_size))
+        return self.batch if "b" in self.block_axes else 1, self.num_heads_key if "h" in self.block_axes else 1, *blocks
+
     def _bias_sizes(self) -> tuple[int, ...]:
         axes = zip(self.bias, self.shape.bias, strict=True)
         return tuple(size if letter != "1" else 1 for letter, size in axes)
@@ -422,17 +461,22 @@ class ProblemSpec:
         return Tensor(self.shape.bias, steps, self.dtype)
 
     def _visible_pairs(self) -> int:
-        ranges, (batch, heads) = self.key_ranges().within(self.num_keys), self._lists()
+        mask = self.drawn_mask()
+        if not isinstance(mask, KeyRanges):
+            assert not isinstance(mask, Mask)
+            return int(mask.materialise(*self.shape.bias).sum())
+        ranges, (batch, heads) = mask.within(self.num_keys), self._lists()
         visible = int((ranges.key_end - ranges.key_start).sum(dtype=np.int64))
         return visible * (self.batch // max(batch, 1)) * (self.num_heads // max(heads, 1))
 
     def flops(self, direction: str) -> int:
         """`Problem.flops`; in the variable-length layout the sum over the sequences, each as a problem of its own.
 
-        With ranges of keys the pairs count that are visible with those of seed 0.
+        With a mask in memory the pairs count that are visible with that of seed 0.
         """
-        if self.ranges:
-            whole = dataclasses.replace(self, ranges="", range_family="", mask=Full())
+        if self.has_array_mask:
+            no_arrays: dict[str, Any] = {"ranges": "", "range_family": "", "block_share": None, "mask_function": ""}
+            whole = dataclasses.replace(self, **no_arrays, mask=Full())
             pairs = self.batch * self.num_heads * self.num_queries * self.num_keys
             return whole.flops(direction) * self._visible_pairs() // max(pairs, 1)
         if not self.sequences:
@@ -517,6 +561,8 @@ def _contradictions(values: Mapping[str, str]) -> Iterator[str]:
         )
     elif "tokens" in values and int(values["num_keys"]) < 1:
         yield "t... needs s... of at least one; raise it"
+    if int(values.get("block_share", 0)) > 100:
+        yield f"blocks{values['block_share']}: must be from 0 to 100 in a hundred; reduce it"
     letters = values.get("gradients", "")
     if letters != "".join(letter for letter in GRADIENTS if letter in letters):
         yield f"grads{letters}: letters must be in the order {''.join(GRADIENTS)}, each once; reorder them"

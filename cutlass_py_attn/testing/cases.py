@@ -25,6 +25,7 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem import spec as specs
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import ArrayMask, mask_of
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths
@@ -52,7 +53,7 @@ class Case:
 
     layout: a name of layouts.LAYOUTS, for query, key, value, output and their gradients.
     bias_layout: "dense", "padded", "transposed" or "shifted" (layouts.bias_tensor).
-    range_layout: a name of layouts.RANGE_LAYOUTS, for the ranges of keys.
+    range_layout: a name of layouts.RANGE_LAYOUTS, for ranges of keys and other arrays of the mask.
     inputs: a family of inputs.FAMILIES. bias_inputs: a family of inputs.BIAS_FAMILIES. seed: of the inputs.
     philox_seed, philox_offset: of dropout.
     table: "rows" or "csr", the form of the table of a case with pages. invariant: 1 for the same bits in any batch.
@@ -123,7 +124,7 @@ class Case:
         place = layouts.LAYOUTS[self.layout]
         names = (name for name in problem.tensors() if name not in ("bias", "grad_bias"))
         changes: dict[str, Any] = {name: place(getattr(problem, name)) for name in names}
-        changes |= layouts.range_edges(problem, self.range_layout)
+        changes |= layouts.range_edges(problem, self.range_layout) | layouts.mask_arrays(problem, self.range_layout)
         if problem.bias is not None:
             bias = layouts.bias_tensor(self.spec, self.bias_layout)
             if problem.grad_bias is None:
@@ -158,15 +159,19 @@ class Case:
         return found | e4m3_inputs.codes(problem, found)
 
     @property
-    def drawn_mask(self) -> Mask | KeyRanges:
-        """The mask, with the ranges of keys of the seed."""
-        return self.spec.key_ranges(self.seed) if self.spec.ranges else self.spec.mask
+    def drawn_mask(self) -> Mask | ArrayMask:
+        """The mask, with the arrays of the seed."""
+        return self.spec.drawn_mask(self.seed)
 
-    def mask_of(self, arrays: Mapping[str, Array]) -> Mask | KeyRanges:
-        """Returns the mask, with the ranges of keys that are among the arrays."""
-        if not self.spec.ranges:
-            return self.spec.mask
-        return KeyRanges(arrays["key_start"], arrays["key_end"], self.spec.mask)
+    def mask_of(self, arrays: Mapping[str, Array]) -> Mask | ArrayMask:
+        """Returns the mask, with its arrays that are among these."""
+        return mask_of(self.problem(), arrays) if self.spec.has_array_mask else self.spec.mask
+
+    def visible(self, mask: ArrayMask) -> Array:
+        """Returns which keys each query of each head sees, bool (batch, heads, queries, keys)."""
+        sizes = self.spec.shape.bias
+        seen = mask.materialise(sizes[3]) if isinstance(mask, KeyRanges) else mask.materialise(*sizes)
+        return np.broadcast_to(seen, sizes)
 
     def _with_value(self, arrays: dict[str, Array]) -> dict[str, Array]:
         """Returns the arrays with value from key, if it is the first columns of key."""
@@ -210,13 +215,16 @@ class Case:
     def feature_arrays(self, problem: Problem, rng: np.random.Generator) -> dict[str, Array]:
         """The inputs by name beside query, key, value and grad_output."""
         spec, found = self.spec, dict[str, Array]()
-        if spec.ranges:
-            drawn = spec.key_ranges(self.seed).arrays()
-            found |= {name: np.broadcast_to(edge, getattr(problem, name).shape) for name, edge in drawn.items()}
+        drawn = self.drawn_mask
+        if isinstance(drawn, ArrayMask):
+            arrays = drawn.arrays().items()
+            found |= {name: np.broadcast_to(array, getattr(problem, name).shape) for name, array in arrays}
         if problem.bias is not None:
             axes = zip(problem.bias.shape, problem.bias.strides, strict=True)
             size = [size if step else 1 for size, step in axes]
-            bias = inputs.draw_bias(self.bias_inputs, size, spec.dtype, self.drawn_mask, rng, self.sequences)
+            bias = inputs.draw_bias(
+                self.bias_inputs, size, spec.dtype, self.drawn_mask, rng, self.sequences, spec.num_heads
+            )
             found["bias"] = np.broadcast_to(bias, problem.bias.shape)
         if problem.alibi_slopes is not None:
             found["alibi_slopes"] = rng.random(problem.alibi_slopes.shape, dtype=np.float32) * 0.1
@@ -263,12 +271,14 @@ class Case:
 def builds_of(cases: Iterable[Case], arch: str = ARCH) -> list[tuple[Build, ...]]:
     """Every kernel that the cases need, once; each with the kernels to fall back to if ptxas spills.
 
-    No kernel of a target without wgmma multiplies e4m3 operands, or reads a latent cache of e4m3 codes or ranges of
-    keys.
+    No kernel of a target without wgmma multiplies e4m3 operands, or reads a latent cache of e4m3 codes or a mask in
+    memory.
     """
     has_wgmma = architecture(arch).has_wgmma
     found = (
-        each for each in cases if has_wgmma or not (each.spec.dtype == FLOAT8 or each.spec.has_rope or each.spec.ranges)
+        each
+        for each in cases
+        if has_wgmma or not (each.spec.dtype == FLOAT8 or each.spec.has_rope or each.spec.has_array_mask)
     )
     return list(dict.fromkeys(planner.builds(each.problem(), arch) for each in found))
 

@@ -115,15 +115,15 @@ def results(case: Case, arrays: dict[str, Array], found: dict[str, Array]) -> li
 
 
 def unseen_rows(case: Case, arrays: dict[str, Array]) -> dict[str, Array]:
-    """Returns which rows of each result no visible pair reaches, bool (rows), or (batch, rows, heads) with ranges of
-    keys. The case has one length."""
+    """Returns which rows of each result no visible pair reaches, bool (rows), or (batch, rows, heads) with a mask
+    in memory. The case has one length."""
     spec, mask = case.spec, case.mask_of(arrays)
     if isinstance(mask, Mask):
         visible: Array = mask.materialise(spec.num_queries, spec.num_keys)
         rows, keys = (np.logical_not(visible.any(axis=axis)) for axis in (1, 0))
     else:
         heads = spec.num_heads_key, spec.num_heads // spec.num_heads_key
-        visible = np.broadcast_to(mask.materialise(spec.num_keys), spec.shape.bias)
+        visible = case.visible(mask)
         rows = np.logical_not(visible.any(axis=3)).swapaxes(1, 2)
         by_head = visible.any(axis=2).reshape(spec.batch, *heads, spec.num_keys)
         keys = np.logical_not(by_head.any(axis=2)).swapaxes(1, 2)

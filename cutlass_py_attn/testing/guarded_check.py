@@ -15,6 +15,7 @@ import numpy.typing as npt
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.kernels.backward_parts.kernel import grad_bias_mode
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.quantization import output_dtype
 from cutlass_py_attn.problem.spec import GRADIENTS
 from cutlass_py_attn.problem.tensors import FLOAT8
@@ -171,7 +172,7 @@ def _ratio(case: Case, expected: Expected, name: str, found: Array) -> float:
     # A vectorised store of grad_bias may write zeros past the last key of a sequence.
     if not (np.isnan(outside) | ((outside == 0) & (name == "grad_bias"))).all():
         return np.inf
-    if case.spec.ranges and _reaches_unseen_rows(case, expected, name, found):
+    if case.spec.has_array_mask and _reaches_unseen_rows(case, expected, name, found):
         return np.inf
     error = np.where(inside, found.astype(np.float64) - truth, 0.0)
     if not np.isfinite(error).all():
@@ -266,15 +267,15 @@ def _cancelling_terms(case: Case, name: str) -> float:
 
 
 def _sees_few_keys(case: Case) -> bool:
-    """Whether there are at most two keys, or the mask's window leaves rows with one or two visible ones; with ranges of
-    keys, whether most rows have no more."""
+    """Whether there are at most two keys, or the mask's window leaves rows with one or two visible ones; with arrays
+    of a mask, whether most rows have no more."""
     mask = case.spec.mask
     longest = max((each.num_keys for each in case.spec.sequences), default=case.spec.num_keys)
     if longest <= 2:
         return True
-    if case.spec.ranges:
-        ranges = case.spec.key_ranges(case.seed).within(longest)
-        counts = ranges.key_end - ranges.key_start
+    drawn = case.drawn_mask
+    if isinstance(drawn, ArrayMask):
+        counts = case.visible(drawn).sum(axis=3)
         if bool((counts > 0).any()) and np.median(counts[counts > 0]) <= 2:
             return True
     if mask.name == "window":

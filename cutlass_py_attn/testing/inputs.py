@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import ArrayMask
 from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.problem.tensors import FLOAT8, OPERAND_BYTES, Shape
 from cutlass_py_attn.reference.numpy_reference import DTYPES
@@ -31,7 +32,7 @@ from cutlass_py_attn.reference.score_mod import SeqlenInfo
 Array = npt.NDArray[Any]
 Tensors = tuple[Array, Array, Array, Array]
 Sequences = Sequence[SeqlenInfo]
-AnyMask = Mask | KeyRanges
+AnyMask = Mask | ArrayMask
 
 NAMES = ("query", "key", "value", "grad_output")
 # Size of the terms of a gradient relative to gaussian inputs (query or key, value and grad_output multiply): the
@@ -159,7 +160,7 @@ def _two_keys(sequence: SeqlenInfo, mask: AnyMask, draws: Array) -> tuple[Array,
     without visible keys gets key 0.
     """
     last, earlier = np.zeros((2, *draws.shape), np.int64)
-    for heads, rows, columns, starts, counts in _visible(sequence, mask):
+    for heads, rows, columns, starts, counts in _visible(sequence, mask, len(draws)):
         last[heads, rows] = columns[starts + counts - 1]
         rank = (draws[heads, rows] * np.maximum(counts - 1, 1)).astype(np.int64)
         earlier[heads, rows] = columns[starts + rank]
@@ -169,23 +170,30 @@ def _two_keys(sequence: SeqlenInfo, mask: AnyMask, draws: Array) -> tuple[Array,
 def _any_key(sequence: SeqlenInfo, mask: AnyMask, draws: Array) -> Array:
     """Returns a visible key of each row, (num_heads, num_queries), that `draws` in [0, 1) chooses; key 0 for none."""
     chosen = np.zeros(draws.shape, np.int64)
-    for heads, rows, columns, starts, counts in _visible(sequence, mask):
+    for heads, rows, columns, starts, counts in _visible(sequence, mask, len(draws)):
         chosen[heads, rows] = columns[starts + (draws[heads, rows] * counts).astype(np.int64)]
     return chosen
 
 
-def _visible(sequence: SeqlenInfo, mask: AnyMask) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
+def _visible(sequence: SeqlenInfo, mask: AnyMask, num_heads: int) -> Iterator[tuple[slice, Array, Array, Array, Array]]:
     """Yields heads, their rows that see keys, the visible keys of all of these one after another, and each row's start
-    and count. Heads come together, or each alone if their ranges of keys differ."""
+    and count. Heads come together, or each alone if their masks may differ."""
     keys = np.arange(sequence.num_keys)[None, :]
-    lists = 1 if isinstance(mask, Mask) else mask.key_start.shape[1]
+    if isinstance(mask, Mask):
+        lists = 1
+    elif isinstance(mask, KeyRanges):
+        lists = mask.key_start.shape[1]
+    else:
+        lists, mask = num_heads, mask.resolved(num_heads, sequence.num_queries, sequence.num_keys)
     parts = [slice(head, head + 1) for head in range(lists)] if lists > 1 else [slice(None)]
     for heads, start in itertools.product(parts, range(0, sequence.num_queries, ROW_BLOCK)):
         rows = np.arange(start, min(start + ROW_BLOCK, sequence.num_queries))
         if isinstance(mask, Mask):
             seen = mask.sees(rows[:, None], keys, sequence.num_queries, sequence.num_keys)
-        else:
+        elif isinstance(mask, KeyRanges):
             seen = mask.sees(sequence.index, heads.start or 0, rows[:, None], keys, sequence.num_keys)
+        else:
+            seen = mask.reach(sequence.index, heads.start or 0, rows[:, None], keys)
         seen = np.broadcast_to(seen, (rows.size, keys.size))
         counts = seen.sum(axis=1)
         some = counts > 0
@@ -257,6 +265,7 @@ def draw_bias(
     mask: AnyMask,
     rng: np.random.Generator,
     sequences: Sequences,
+    num_heads: int,
 ) -> Array:
     """Returns a bias of (batch or 1, num_heads or 1, num_queries or 1, num_keys or 1) of a family of BIAS_FAMILIES.
 
@@ -275,7 +284,7 @@ def draw_bias(
         bias[rng.random(bias.shape) < LOWEST_SHARE] = MOST_NEGATIVE[dtype]
         for each in sequences:
             number = each.index if bias.shape[0] > 1 else 0
-            for heads, rows, columns, starts, _ in _visible(each, mask):
+            for heads, rows, columns, starts, _ in _visible(each, mask, num_heads):
                 its_heads, first = heads if size[1] > 1 else slice(None), columns[starts]
                 row, key = (
                     part if length > 1 else 0 * part for part, length in zip((rows, first), size[2:], strict=True)

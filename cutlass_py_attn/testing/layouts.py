@@ -9,7 +9,14 @@ from typing import Final
 from cutlass_py_attn.integers import round_up
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.spec import ProblemSpec
-from cutlass_py_attn.problem.tensors import OPERAND_BYTES, RANGE_EDGES, ROW_ALIGNMENT_BYTES, Tensor
+from cutlass_py_attn.problem.tensors import (
+    MASK_ARRAYS,
+    OPERAND_BYTES,
+    RANGE_EDGES,
+    ROW_ALIGNMENT_BYTES,
+    VISIBLE_BLOCKS,
+    Tensor,
+)
 
 
 def _padded(tensor: Tensor) -> Tensor:
@@ -95,6 +102,21 @@ def range_edges(problem: Problem, layout: str) -> dict[str, Tensor]:
             found[name] = replace(edge, shape=problem.shape.range_edges, strides=steps)
         else:
             found[name] = place(edge)
+    return found
+
+
+def mask_arrays(problem: Problem, layout: str) -> dict[str, Tensor]:
+    """The visible blocks and the arrays of a mask function by name; layout: a name of RANGE_LAYOUTS.
+
+    With "interleaved" and "mixed" every second element is one of the array, with "rows_first" the last axis is the
+    outermost one in memory.
+    """
+    found = {name: array for name in (VISIBLE_BLOCKS, *MASK_ARRAYS) if (array := getattr(problem, name)) is not None}
+    if layout in ("interleaved", "mixed"):
+        return {name: _interleaved(array) for name, array in found.items()}
+    if layout == "rows_first":
+        turned = {name: Tensor.contiguous(array.shape[::-1], array.dtype) for name, array in found.items()}
+        return {name: replace(array, strides=turned[name].strides[::-1]) for name, array in found.items()}
     return found
 
 

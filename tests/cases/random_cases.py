@@ -16,6 +16,7 @@ import numpy as np
 
 from cutlass_py_attn.integers import ceil_div
 from cutlass_py_attn.launch.build import Build
+from cutlass_py_attn.problem.drawn_functions import FUNCTIONS
 from cutlass_py_attn.problem.masks import Causal, Mask, Window
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse_mask
 from cutlass_py_attn.problem.tensors import DIRECTIONS, FLOAT8
@@ -159,6 +160,16 @@ RANGE_FAMILIES: Final = (
 RANGES_SCALES: Final = {"forward": (0.0, 0.0, 0.1), "backward": (0.0, 0.0, 0.1, -0.05)}  # 0 for none
 RANGE_AXES: Final = ("11", "11", "b1", "1h", "bh", "bh")
 RANGES_MANY_SHARE: Final = 0.05  # of problems with more (sequence, head) pairs than SMs
+# Kernel numbers from here on are those of mask functions: forwards and backwards in turn, every function, head dims,
+# grouped heads or not, sinks or not; a fourth of them within visible blocks of 64 or 128.
+FUNCTIONS_FROM: Final = 800_000
+FUNCTIONS_DIMS: Final = {
+    "forward": ((128, 0), (64, 0), (96, 0), (128, 0), (32, 0), (64, 0), (256, 0), (128, 64), (192, 128)),
+    "backward": ((128, 0), (64, 0), (96, 0), (128, 0), (32, 0), (64, 0), (72, 0), (128, 64), (40, 0)),
+}
+FUNCTIONS_LENGTHS: Final = (1, 31, 63, 64, 65, 127, 128, 129, 190, 257, 300, 384, 520)
+FUNCTIONS_MANY_LENGTHS: Final = (31, 64, 100, 129)
+BLOCK_SHARES: Final = (20, 50, 80, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +201,8 @@ class _Kernel:
 
 def draw(kernel: int, run: int) -> Case:
     """Case `run` of the kernel number `kernel`."""
+    if kernel >= FUNCTIONS_FROM:
+        return _draw_function(kernel - FUNCTIONS_FROM, np.random.default_rng((kernel, run)))
     if kernel >= RANGES_FROM:
         return _draw_ranges(kernel - RANGES_FROM, np.random.default_rng((kernel, run)))
     if kernel >= WIDE_FROM:
@@ -545,6 +558,39 @@ def _draw_ranges(number: int, rng: np.random.Generator) -> Case:
         grad_logsumexp=direction == "backward" and bool(rng.random() < 0.3),
         ranges=str(_pick(rng, RANGE_AXES)),
         range_family=str(_pick(rng, RANGE_FAMILIES)),
+    )
+    layout, range_layout = str(_pick(rng, ALIGNED_LAYOUTS)), str(_pick(rng, tuple(RANGE_LAYOUTS)))
+    case = Case(direction, spec, layout=layout, range_layout=range_layout, seed=int(rng.integers(0, 2**31)))
+    return _with_inputs(case, rng)
+
+
+def _draw_function(number: int, rng: np.random.Generator) -> Case:
+    """A problem with a mask function, within a band, ranges of keys or visible blocks. number: of the kernel."""
+    direction, place = DIRECTIONS[number % 2], number // 2
+    head_dim, head_dim_value = FUNCTIONS_DIMS[direction][place % len(FUNCTIONS_DIMS[direction])]
+    has_many, has_blocks, has_ranges = rng.random() < RANGES_MANY_SHARE, place % 4 == 3, rng.random() < 0.3
+    group = int(_pick(rng, GROUPS)) if place % 3 == 1 else 1
+    heads = group * int(_pick(rng, (1, 2, 3)))
+    lengths = FUNCTIONS_MANY_LENGTHS if has_many else FUNCTIONS_LENGTHS
+    spec = ProblemSpec(
+        ("bfloat16", "float16")[place // 2 % 2],
+        head_dim,
+        num_queries=int(_pick(rng, lengths)),
+        num_keys=int(_pick(rng, lengths)),
+        batch=150 // heads if has_many else int(_pick(rng, (1, 2, 3))),
+        num_heads=heads,
+        head_dim_value=head_dim_value,
+        num_heads_key=heads // group,
+        mask=_mask_of_form(str(_pick(rng, RANGES_MASKS)), rng),
+        scale=float(_pick(rng, RANGES_SCALES[direction])) or None,
+        sinks=place % 5 == 3,
+        grad_logsumexp=direction == "backward" and bool(rng.random() < 0.3),
+        ranges=str(_pick(rng, RANGE_AXES)) if has_ranges else "",
+        range_family=str(_pick(rng, RANGE_FAMILIES)) if has_ranges else "",
+        block_share=int(_pick(rng, BLOCK_SHARES)) if has_blocks else None,
+        block_axes=str(_pick(rng, ("", "b", "h", "bh"))) if has_blocks else "",
+        block_size=64 if has_blocks and place % 8 == 7 else 128,
+        mask_function=[*FUNCTIONS][place % len(FUNCTIONS)],
     )
     layout, range_layout = str(_pick(rng, ALIGNED_LAYOUTS)), str(_pick(rng, tuple(RANGE_LAYOUTS)))
     case = Case(direction, spec, layout=layout, range_layout=range_layout, seed=int(rng.integers(0, 2**31)))

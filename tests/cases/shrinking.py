@@ -111,6 +111,9 @@ def _simpler_numbers(case: Case) -> Iterator[Case]:
     for name in ("window_size", "window_left", "window_right"):
         for size in _smaller_numbers(getattr(mask, name, None) or 0):
             yield case.replace(mask=dataclasses.replace(mask, **{name: size}))
+    if spec.block_share is not None:
+        yield case.replace(block_axes="")
+        yield case.replace(block_share=100)
     if spec.ranges:
         yield case.replace(ranges="11")
         simple = itertools.takewhile(lambda family: family != spec.range_family, SIMPLE_RANGES)
@@ -132,6 +135,10 @@ def _without_features(case: Case) -> Iterator[Case]:
         yield _replaced(case, **without, bias_inputs="gaussian", bias_layout="dense")
     if spec.ranges:
         yield _replaced(case, ranges="", range_family="").replace(range_layout="dense")
+    if spec.block_share is not None:
+        yield _replaced(case, block_share=None, block_axes="", block_size=128)
+    if spec.mask_function:
+        yield _replaced(case, mask_function="")
     if spec.sinks:
         yield _replaced(case, sinks=False, gradients=_gradients(spec, "s"))
     if spec.dropout_p:

@@ -402,6 +402,38 @@ RANGES: Final = _cases(
     "backward f16_d64_q300_s420_b2_h2_full_rangesbh_gradlse",
 )
 
+# Mask functions: every one, within bands, ranges of keys and visible blocks, head dims, grouped heads and sinks.
+FUNCTIONS: Final = _cases(
+    *(
+        f"{direction} {name}"
+        for direction in DIRECTIONS
+        for name in (
+            "bf16_d128_q515_s640_b2_h4_causal_functionstripes",
+            "bf16_d128_q300_s420_b2_h4k2_full_functiondocuments range_layout=mixed inputs=needle",
+            "f16_d128_q700_s700_b1_h3_full_functionmarked range_layout=rows_first",
+            "bf16_d128_s640_b2_h6k2_causal_br_functionweights_sinks inputs=gaussian_x3",
+            "bf16_d64_q515_s640_b2_h2_full_functiontree range_layout=interleaved",
+            "bf16_d64_s640_b1_h4_window_left300_right30_functiondilated inputs=one_key",
+            "f16_d64_s700_b2_h2_full_functionimages layout=packed",
+            "bf16_d64_q333_s257_b2_h4k2_full_functionprefix range_layout=rows_first",
+            "bf16_d96_q300_s420_b2_h2_causal_rangesbh_functionstripes",
+            "f16_d32_q300_s420_b2_h4k1_full_ranges1hruns_functiondocuments range_layout=mixed",
+            "bf16_d128_q300_s420_b2_h4k2_full_blocks50bh_functionweights",
+            "bf16_d64_q515_s640_b1_h2_causal_rangesb1documents_blocks80hx64_functiondilated range_layout=interleaved",
+            "bf16_d8_q300_s420_b1_h2_full_functiontree",
+            "bf16_d128v64_q129_s300_b2_h3_full_functionprefix",
+            # A single query, a single key, more heads than multiprocessors, and more than 32 key tiles.
+            "bf16_d128_q1_s300_b3_h2_full_functionweights",
+            "bf16_d64_q300_s1_b2_h2_full_functionstripes",
+            "bf16_d128_s129_b60_h3_causal_functiondilated",
+            "bf16_d64_q130_s9000_b1_h2_full_functiondocuments inputs=rising",
+        )
+    ),
+    "forward bf16_d192v128_q300_s420_b2_h4k2_full_functionimages",
+    "forward f16_d256_q300_s420_b2_h2_causal_functiontree inputs=needle",
+    "backward bf16_d128_q300_s420_b2_h4k2_causal_functionstripes_gradlse_sinks_scale-0.05",
+)
+
 # The problems of JAX programs whose rows are split over simulated devices (tests/gpu/hosts/test_jax_context.py).
 SPLIT_ROWS: Final = _cases(
     *(

@@ -16,6 +16,7 @@ from cutlass_py_attn.errors import DriverError, Stale
 from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.variants import E4M3_CACHE, WIDE
 from cutlass_py_attn.plan.planner import builds_on, plan, plans_on
+from cutlass_py_attn.problem import drawn_functions
 from cutlass_py_attn.problem.tensors import SHORT_NAMES
 from cutlass_py_attn.testing import guarded_check, layouts
 from cutlass_py_attn.testing.cases import Case
@@ -232,7 +233,7 @@ def test_a_record_of_another_format_is_missing(tmp_path: Path) -> None:
 
 
 def test_drawn_cases_have_every_input_family_dtype_and_few_queries() -> None:
-    drawn = [case for name in ("variants", "paged", "mla", "e4m3", "ranges") for case in drawn_of(name, 3)]
+    drawn = [case for name in ("variants", "paged", "mla", "e4m3", "ranges", "functions") for case in drawn_of(name, 3)]
     counts = Counter(name for case in drawn for name, has in features.FEATURES.items() if has(case))
     assert set(counts) == set(features.FEATURES), set(features.FEATURES) - set(counts)
     decode = Counter(SHORT_NAMES[c.spec.dtype] for c in drawn if features.FEATURES["few queries against many keys"](c))
@@ -307,6 +308,31 @@ def test_the_numbers_of_ranges_draw_problems_that_kernels_take() -> None:
         assert max(case.spec.batch * case.spec.num_heads for case in ours) > 132
     empty = [not case.spec.key_ranges(case.seed).materialise(case.spec.num_keys).any(axis=3).all() for case in drawn]
     assert 0.3 < np.mean(empty) < 0.9
+
+
+def test_the_numbers_of_functions_draw_problems_that_kernels_take() -> None:
+    """A run with --only functions has 3 000 and more, of every function within every mask, for some 40 kernels."""
+    assert fuzz.UNRECORDED["functions"].count * fuzz.RUNS >= 3000
+    drawn = drawn_of("functions", 12)
+    assert all(Case.parse(case.line) == case and case.needs_kernels for case in drawn)
+    builds = {plan(case.problem(), "sm_90a").build for case in drawn}
+    assert len(builds) < 60
+    assert {build.form.name for build in builds} == {"ranges"}
+    assert all(build.form.program for build in builds)
+    for direction in ("forward", "backward"):
+        ours = [case for case in drawn if case.direction == direction]
+        assert {case.spec.mask_function for case in ours} == set(drawn_functions.FUNCTIONS)
+        assert {case.spec.mask.form for case in ours} == {"full", "causal", "local"}
+        assert {case.spec.ranges for case in ours} == {"", "11", "b1", "1h", "bh"}
+        assert {case.spec.block_share for case in ours} == {None, *random_cases.BLOCK_SHARES}
+        assert {case.spec.block_axes for case in ours} == {"", "b", "h", "bh"}
+        assert {case.spec.block_size for case in ours} == {64, 128}
+        assert {case.range_layout for case in ours} == set(layouts.RANGE_LAYOUTS)
+        assert {case.spec.dtype for case in ours} == {"bfloat16", "float16"}
+        assert {case.spec.sinks for case in ours} == {True, False}
+        assert {case.spec.num_heads_key == case.spec.num_heads for case in ours} == {True, False}
+        assert {32, 64, 96, 128} <= {case.spec.head_dim for case in ours}
+        assert max(case.spec.batch * case.spec.num_heads for case in ours) > 132
 
 
 def test_the_numbers_of_e4m3_draw_enough_problems_of_every_kind() -> None:

@@ -84,7 +84,7 @@ def takes(case: ProblemSpec) -> bool:
     has_layout = (is_cache and not case.has_codes) or (case.dtype == FLOAT8 and not is_cache)
     is_known = case.dtype in DATA_TYPES and case.dtype != "float32" and not case.descale and not case.float16_output
     has_form = not case.mask.form.has_left and not case.has_ragged_queries
-    return has_layout and is_known and has_form and not (has_other_term or case.ranges)
+    return has_layout and is_known and has_form and not (has_other_term or case.has_array_mask)
 
 
 def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> FrontendCall:

@@ -94,7 +94,7 @@ def takes(case: ProblemSpec) -> bool:
     is_square = all(each.num_queries == each.num_keys for each in lengths) and not case.has_used_keys
     has_its_mask = is_square or case.mask.form.sees_all or case.mask.bottom_right
     has_unpaged_lengths = case.has_used_keys and not case.page_size
-    return has_its_mask and not (case.ranges or has_other_term or case.e4m3_cache or has_unpaged_lengths)
+    return has_its_mask and not (case.has_array_mask or has_other_term or case.e4m3_cache or has_unpaged_lengths)
 
 
 def prepare(torch: Any, case: ProblemSpec, given: Mapping[str, Any]) -> Flash4Call:

@@ -90,7 +90,7 @@ def _is_unmapped(case: ProblemSpec) -> bool:
     is_causal_of_rectangle = case.num_queries != case.num_keys and not isinstance(case.mask, Full)
     has_other_bias = case.bias not in ("", BATCH_BROADCAST)
     is_ragged = any(each.num_queries != each.num_keys or each.used_keys is not None for each in case.sequences)
-    return bool(is_cache or case.ranges or has_option or is_causal_of_rectangle or has_other_bias or is_ragged)
+    return bool(is_cache or case.has_array_mask or has_option or is_causal_of_rectangle or has_other_bias or is_ragged)
 
 
 def usable_torch() -> Any:

@@ -33,7 +33,10 @@ CHECK_FOLDERS: Final = (
     "tools/release/fuzz",
     "tools/release/verify_gpu",
 )
-CHECK_FILES: Final = tuple(f"{PACKAGE}/problem/{name}.py" for name in ("masks", "key_ranges", "drawn_ranges", "spec"))
+_MASKS: Final = ("masks", "key_ranges", "block_sparse", "mask_function", "mask_program", "mask_tracing")
+CHECK_FILES: Final = tuple(
+    f"{PACKAGE}/problem/{name}.py" for name in (*_MASKS, "drawn_ranges", "drawn_functions", "spec")
+)
 
 
 def of(root: Path) -> dict[str, str]:

@@ -48,6 +48,11 @@ def _has_gradient(case: Case, letter: str) -> bool:
     return case.direction == "backward" and letter in case.spec.gradients
 
 
+def _is_function_within_arrays(case: Case) -> bool:
+    spec = case.spec
+    return bool(spec.mask_function) and (bool(spec.ranges) or spec.block_share is not None)
+
+
 def _largest_dim(case: Case) -> int:
     return max(case.spec.head_dim, case.spec.head_dim_value)
 
@@ -83,6 +88,9 @@ FEATURES: Final[dict[str, Callable[[Case], bool]]] = {
     "ranges of keys within a causal mask or a window": lambda c: bool(c.spec.ranges) and c.spec.mask != Full(),
     "ranges of keys of each sequence or head": lambda c: c.spec.ranges not in ("", "11"),
     "ranges of keys, any strides": lambda c: bool(c.spec.ranges) and c.range_layout != "dense",
+    "visible blocks": lambda c: c.spec.block_share is not None,
+    "mask functions": lambda c: bool(c.spec.mask_function),
+    "mask functions within ranges of keys or visible blocks": _is_function_within_arrays,
     "grouped heads (GQA, MQA)": lambda c: c.spec.num_heads_key != c.spec.num_heads,
     "bias": lambda c: bool(c.spec.bias),
     "bias that broadcasts": lambda c: "1" in c.spec.bias,

@@ -71,6 +71,7 @@ KINDS: Final = {  # by name of the option
 }
 UNRECORDED: Final = {  # kinds that are drawn with --only
     "ranges": Kind("ranges of keys", random_cases.RANGES_FROM, 48),
+    "functions": Kind("mask functions", random_cases.FUNCTIONS_FROM, 48),
 }
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cutlass_py_attn.bench.cases import default_cases
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem import spec as specs
+from cutlass_py_attn.problem.drawn_functions import FUNCTIONS
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
 from cutlass_py_attn.problem.serialize import from_json, to_json
 from cutlass_py_attn.problem.spec import ProblemSpec, SequenceLengths, parse, parse_mask
@@ -42,6 +43,7 @@ def any_spec(draw: st.DrawFn) -> ProblemSpec:
     gradient = draw(st.sampled_from(("", "grad", "sum"))) if bias else ""
     sinks = draw(st.booleans())
     ranges = draw(st.sampled_from(("", "", "11", "b1", "1h", "bh")))
+    share = draw(st.none() | st.integers(0, 100))
     letters = "".join(letter for letter in "qkv" if draw(st.booleans())) + ("b" if gradient else "")
     letters += "s" if sinks and draw(st.booleans()) else ""
     used = draw(st.booleans())
@@ -61,6 +63,10 @@ def any_spec(draw: st.DrawFn) -> ProblemSpec:
         sequences=tuple(sequences),
         ranges=ranges,
         range_family=draw(st.sampled_from(RANGE_FAMILIES)) if ranges else "",
+        block_share=share,
+        block_axes=draw(st.sampled_from(("", "b", "h", "bh"))) if share is not None else "",
+        block_size=draw(st.sampled_from((128, 64, 3))) if share is not None else 128,
+        mask_function=draw(st.sampled_from(("", "", *FUNCTIONS))),
         bias=bias,
         bias_gradient=gradient,
         gradients=letters,
@@ -103,7 +109,7 @@ def test_a_spec_has_the_features_of_its_problem(spec: ProblemSpec, direction: st
     problem = spec.problem(direction)
     assert problem.shape == spec.shape
     assert (problem.mask, problem.scale, problem.dropout_p) == (spec.mask, spec.scale, spec.dropout_p)
-    assert problem.form.has_ranges == bool(spec.ranges)
+    assert problem.form.has_ranges == spec.has_array_mask
     if direction == "backward":
         assert problem.gradients == tuple(specs.GRADIENTS[letter] for letter in spec.gradients)
         assert (problem.deterministic, problem.num_splits_key) == (spec.deterministic, spec.num_splits_key)
@@ -195,8 +201,32 @@ def test_tokens_without_keys_have_one_objection() -> None:
         parse("f16_d64_t100_s0_h2_full")
 
 
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("functionstripe", "'functionstripe' is no word of the grammar; did you mean function?"),
+        ("function", "the value of 'function' has another form"),
+        ("blocks", "the value of 'blocks' has another form"),
+        ("blocks25hb", "the value of 'blocks25hb' has another form"),
+        ("blocks25x0", "the value of 'blocks25x0' has another form"),
+        ("blocks101", "blocks101: must be from 0 to 100 in a hundred; reduce it"),
+        ("block25", "'block25' is no word of the grammar; did you mean blocks?"),
+    ],
+)
+def test_words_of_arrays_that_are_wrong(word: str, words: str) -> None:
+    with pytest.raises(NotSupported) as caught:
+        parse(f"bf16_d64_s64_b2_h2_full_{word}")
+    (reason,) = caught.value.reasons
+    assert words in reason
+
+
 def test_ranges_beside_lengths_are_refused_with_their_problem() -> None:
-    for name in ("n64x70,3_h2_full_ranges11", "q3_s70_b2_h2_full_paged16_ranges11"):
+    for name in (
+        "n64x70,3_h2_full_ranges11",
+        "n64x70,3_h2_full_functiontree",
+        "n64x70,3_h2_full_blocks25",
+        "q3_s70_b2_h2_full_paged16_ranges11",
+    ):
         assert any("a mask in memory" in reason for reason in parse(f"bf16_d64_{name}").problem("forward").reasons())
 
 

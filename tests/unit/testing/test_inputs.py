@@ -7,6 +7,7 @@ import pytest
 
 from cutlass_py_attn.plan import planner
 from cutlass_py_attn.problem.key_ranges import KeyRanges
+from cutlass_py_attn.problem.mask_function import ArrayMask, MaskFunction
 from cutlass_py_attn.reference.score_mod import SeqlenInfo
 from cutlass_py_attn.testing import inputs, layouts
 from cutlass_py_attn.testing.cases import SM90_ARCH, Case
@@ -19,14 +20,17 @@ LINES = (
     "bf16_d64_q40_s50_b2_h4k2_causal_br_rangesbh",
     "f16_d64_q40_s50_b2_h4_full_ranges1hdocuments",
     "f16_d64_q300_s50_b2_h2_causal_rangesb1runs",
+    "bf16_d64_q300_s200_b2_h4k2_full_blocks40bhx64",
+    "f16_d64_q60_s50_b2_h4k2_causal_functiondilated",
+    "bf16_d64_q40_s50_b2_h4_full_rangesbh_blocks60_functionweights",
 )
 
 
 def visible(case: Case, sequence: SeqlenInfo) -> Array:
     """Which keys each query of a sequence sees, (heads, queries, keys)."""
-    if case.spec.ranges:
-        mask = case.mask_of(case.arrays()).materialise(case.spec.num_keys)
-        return np.broadcast_to(mask, case.spec.shape.bias)[sequence.index]
+    drawn = case.mask_of(case.arrays())
+    if isinstance(drawn, ArrayMask):
+        return case.visible(drawn)[sequence.index]
     mask = case.spec.mask.materialise(sequence.num_queries, sequence.num_keys)
     return np.broadcast_to(mask, (case.spec.num_heads, *mask.shape))
 
@@ -126,3 +130,29 @@ def test_ranges_of_every_layout_are_those_of_the_seed(axes: str, layout: str) ->
 def test_an_unknown_family_of_a_bias_is_refused() -> None:
     with pytest.raises(ValueError, match="bias family 'low': must be one of gaussian, lowest, hidden_rows"):
         Case.parse("forward f16_d64_s8_b1_h1_full_bias bias_inputs=low").arrays()
+
+
+@pytest.mark.parametrize("layout", layouts.RANGE_LAYOUTS)
+@pytest.mark.parametrize(
+    "words", ["functiontree", "functionimages", "blocks40bhx64", "rangesbh_blocks40_functionweights"]
+)
+def test_arrays_of_masks_of_every_layout_are_those_of_the_seed(words: str, layout: str) -> None:
+    case = Case.parse(f"backward f16_d64_q140_s250_b2_h4k2_causal_{words} range_layout={layout} seed=7")
+    assert Case.parse(case.line) == case
+    problem, arrays = case.problem(), case.arrays()
+    assert problem.reasons() == []
+    assert planner.plan(problem, SM90_ARCH).build.form.name == "ranges"
+    drawn = case.drawn_mask
+    assert isinstance(drawn, ArrayMask)
+    for name, truth in drawn.arrays().items():
+        tensor = getattr(problem, name)
+        assert (tensor.dtype, arrays[name].dtype) == (str(truth.dtype), truth.dtype)
+        memory = np.zeros(np.dot(np.subtract(tensor.shape, 1), tensor.strides) + 1, truth.dtype)
+        steps = [truth.dtype.itemsize * step for step in tensor.strides]
+        np.lib.stride_tricks.as_strided(memory, tensor.shape, steps)[...] = arrays[name]
+        view = np.lib.stride_tricks.as_strided(memory, tensor.shape, steps)
+        assert (view == np.broadcast_to(truth, tensor.shape)).all(), "no element of the layout is another's"
+    found = case.mask_of(arrays)
+    assert isinstance(found, ArrayMask)
+    assert isinstance(found, MaskFunction) == ("function" in words)
+    np.testing.assert_array_equal(case.visible(found), case.visible(drawn))
