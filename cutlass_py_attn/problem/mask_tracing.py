@@ -24,6 +24,7 @@ from cutlass_py_attn.problem.mask_program import (
     FLOAT,
     INT,
     KINDS,
+    OPERATIONS,
     WORD,
     MaskProgram,
     Step,
@@ -32,15 +33,20 @@ from cutlass_py_attn.problem.mask_program import (
 from cutlass_py_attn.refusals import Refusal
 
 MAX_STEPS: Final = 200
+SCORE_POSITIONS: Final = ("query", "key", "num_queries", "num_keys")  # that a score function takes
 _KNOWN: Final = "use operators, and numpy.where, minimum, maximum and logical_and"
 
 
 @dataclass(slots=True)
 class _Recorder:
-    """The steps that a function has done; equal ones are one."""
+    """The steps that a function has done; equal ones are one.
+
+    may_round: whether float32 may be computed with, not only compared: results then differ in the last bits
+    """
 
     arrays: tuple[tuple[str, int], ...]
     scalars: int
+    may_round: bool = False
     steps: list[Step] = field(default_factory=list)
     numbers: dict[Any, int] = field(default_factory=dict)
 
@@ -48,7 +54,8 @@ class _Recorder:
         """Returns the value of an operation, computed now if its inputs are numbers."""
         own = (operation, *((type(value).__name__, value) for value in inputs))
         if own not in self.numbers:
-            constants = [self.constant(value) for value in inputs] if operation not in ("const", "load") else [None]
+            is_computed = operation in _COMPUTED
+            constants = [self.constant(value) for value in inputs] if is_computed else [None]
             if None not in constants:
                 functions = array_functions(np, ())
                 with np.errstate(all="ignore"):
@@ -114,10 +121,10 @@ class _Symbol:
     def __array__(self, *args: object, **kwargs: object) -> Any:
         _fail("a traced value is made an array, or is the index of one", f"{_KNOWN}; pass arrays in `arguments`")
 
-    def __truediv__(self, other: object) -> Any:
-        _fail("/ divides", "use //")
+    def __pow__(self, other: object) -> Any:
+        _fail("** and @ have no operation", f"{_KNOWN}, or multiply")
 
-    __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __truediv__
+    __rpow__ = __matmul__ = __pow__
 
 
 class Value(_Symbol):
@@ -135,8 +142,13 @@ class Value(_Symbol):
         _fail("a number is indexed", "pass arrays in `arguments`")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if method != "__call__" or options or ufunc.__name__ not in {*UFUNCS, *_SWAPPED, *_UNARY}:
+        if method != "__call__" or options or ufunc.__name__ not in {*UFUNCS, *_SWAPPED, *_UNARY, *ROUNDED}:
             _fail(f"numpy.{ufunc.__name__} has no operation", _KNOWN)
+        if ufunc.__name__ in ROUNDED and self.recorder.may_round:
+            if ufunc.__name__ == "divide":
+                return self._quotient(*inputs)
+            values = (self._value(value)._as(FLOAT) for value in inputs)
+            return self._result(FLOAT, ROUNDED[ufunc.__name__], *values)
         if ufunc.__name__ in _UNARY:
             return _UNARY[ufunc.__name__](*inputs)
         if ufunc.__name__ in _SWAPPED:
@@ -164,7 +176,9 @@ class Value(_Symbol):
             if kind == FLOAT:
                 _fail(f"{name} of a float", "compare it first")
             return self._result(kind, name, *(value._as(kind) for value in values))
-        if kind == FLOAT and name not in ("min", "max"):
+        if kind == FLOAT and name in ("div", "mod", "shl", "shr"):
+            _fail(f"{name} of a float", "use /, or integers")
+        if kind == FLOAT and name not in ("min", "max") and not self.recorder.may_round:
             _fail(f"{name} of a float32 is rounded, differently in a kernel and in NumPy", "compute the array before")
         kind = INT if kind == BOOL else kind
         return self._result(kind, name, *(value._as(kind) for value in values))
@@ -195,6 +209,21 @@ class Value(_Symbol):
 
     def _as_bool(self) -> Value:
         return self if self.kind == BOOL else self._called("ne", self, 0)
+
+    def __truediv__(self, other: Any) -> Value:
+        return self._quotient(self, other)
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return self._quotient(other, self)
+
+    def _quotient(self, left: Any, right: Any) -> Value:
+        if not self.recorder.may_round:
+            _fail("/ divides", "use //")
+        dividend, divisor = (self._value(value)._as(FLOAT) for value in (left, right))
+        constant = self.recorder.constant(divisor.number)
+        if constant:
+            return dividend * (1 / constant)
+        return self._result(FLOAT, ROUNDED["divide"], dividend, divisor)
 
     def __invert__(self) -> Value:
         return self._called("not", self) if self.kind == BOOL else self._called("xor", self, -1)
@@ -269,6 +298,9 @@ UFUNCS: Final = {
     "left_shift": "shl",
     "right_shift": "shr",
 }
+# Of NumPy, with the names of their operations: of float32 alone, and only where results may be rounded.
+ROUNDED: Final = {"divide": "quotient", **{name: name for name in ("exp", "exp2", "log", "log2", "tanh", "sqrt")}}
+_COMPUTED: Final = frozenset(OPERATIONS) - {"const", "load"}  # at once, if their inputs are numbers
 _SWAPPED: Final = {"greater": "lt", "greater_equal": "le"}
 _UNARY: Final[dict[str, Callable[[Any], Any]]] = {
     "negative": operator.neg,
@@ -312,7 +344,7 @@ def _fail(what: str, remedy: str) -> NoReturn:
 def _place() -> str:
     """Returns the line of the user's function that runs, as "file.py, line 3"; "" if none runs."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not trace.__code__:
+    while frame is not None and frame.f_code not in (trace.__code__, trace_score.__code__):
         module = str(frame.f_globals.get("__name__"))
         if module != __name__ and module.partition(".")[0] != "numpy":
             return _line(frame.f_code, frame.f_lineno)
@@ -343,19 +375,35 @@ def trace(
     Raises NotSupported, with the line of the function, for what a kernel cannot do.
     """
     recorder = _Recorder(tuple(arrays.values()), len(scalars))
-    _expect_parameters(function, [*arrays, *scalars])
+    _expect_parameters(function, COORDINATES, [*arrays, *scalars])
     coordinates = [Value(recorder, INT, number) for number in range(len(COORDINATES))]
     values = {name: _array(recorder, name, number) for number, name in enumerate(arrays)}
     values |= {name: Value(recorder, INT, len(COORDINATES) + number) for number, name in enumerate(scalars)}
     try:
-        result = function(*coordinates, **values)
-        value = coordinates[0]._value(result)
+        value = coordinates[0]._value(function(*coordinates, **values))
         if value.kind != BOOL:
             _fail(f"the function returns {value.kind} in place of a bool", "compare it, as in x != 0")
         return recorder.program(value.number)
     except _CannotTrace as error:
         place, what, remedy = error.args
-        raise NotSupported(_refusal(function, place, what, remedy)) from error
+        raise NotSupported(_refusal("mask function", function, place, what, remedy)) from error
+
+
+def trace_score(function: Callable[..., Any]) -> MaskProgram:
+    """Returns the program of function(query, key, num_queries, num_keys, operand), which is float32 as `operand` is.
+
+    The first four values of the program are the integers, the fifth is the operand. Raises NotSupported as `trace`
+    does.
+    """
+    recorder = _Recorder((), 1, may_round=True)
+    _expect_parameters(function, (*SCORE_POSITIONS, "operand"), ())
+    positions = [Value(recorder, INT, number) for number in range(len(SCORE_POSITIONS))]
+    try:
+        value = positions[0]._value(function(*positions, Value(recorder, FLOAT, len(SCORE_POSITIONS))))
+        return recorder.program(value._as(FLOAT).number)
+    except _CannotTrace as error:
+        place, what, remedy = error.args
+        raise NotSupported(_refusal("score function", function, place, what, remedy)) from error
 
 
 def _array(recorder: _Recorder, name: str, number: int) -> Any:
@@ -364,19 +412,20 @@ def _array(recorder: _Recorder, name: str, number: int) -> Any:
     return ArrayValue(recorder, name, number) if rank else Value(recorder, kind, recorder.add("load", number))
 
 
-def _expect_parameters(function: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises NotSupported for a function that does not take four coordinates, and arguments of these names."""
+def _expect_parameters(function: Callable[..., Any], positions: Sequence[str], names: Sequence[str]) -> None:
+    """Raises NotSupported for a function that does not take these positions, and arguments of these names."""
     try:
-        inspect.signature(function).bind(*COORDINATES, **dict.fromkeys(names))
+        inspect.signature(function).bind(*positions, **dict.fromkeys(names))
     except TypeError as error:
-        taken = f"the function must take {', '.join((*COORDINATES, *names))}: {error}"
-        raise NotSupported(_refusal(function, "", taken, "name its parameters as `arguments` does")) from error
+        taken = f"the function must take {', '.join((*positions, *names))}: {error}"
+        remedy = "name its parameters as `arguments` does" if names else "take these"
+        raise NotSupported(_refusal("function", function, "", taken, remedy)) from error
     except ValueError:  # a function without a signature
         return
 
 
-def _refusal(function: Callable[..., Any], place: str, what: str, remedy: str) -> Refusal:
+def _refusal(field: str, function: Callable[..., Any], place: str, what: str, remedy: str) -> Refusal:
     """Returns the refusal of a function; place: a line, "" for that of its definition."""
     name = str(getattr(function, "__qualname__", repr(function)))
     where = place or _definition(function)
-    return Refusal("mask function", name, f"{where}: {what}" if where else what, remedy)
+    return Refusal(field, name, f"{where}: {what}" if where else what, remedy)

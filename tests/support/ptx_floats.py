@@ -26,6 +26,8 @@ _FUNCTIONS = {
     "ex2": np.exp2,
     "lg2": np.log2,
     "rcp": np.reciprocal,
+    "rsqrt": lambda value: 1 / np.sqrt(value),
+    "sqrt": np.sqrt,
     "tanh": np.tanh,
     "fma": lambda a, b, c: a.astype(np.float64) * b + c,
 }
@@ -50,8 +52,8 @@ class FloatThreads(Threads):
         if kind == "cvt" and modifiers[1] in _PAIRS:
             high, low = (_number(x).astype(_PAIRS[modifiers[1]]).view(np.uint16).astype(np.uint64) for x in v)
             return high << np.uint64(16) | low
-        if kind == "cvt" and modifiers[-2:] == ["f32", "s32"]:
-            return _bits(as_type(v[0], "s32"))
+        if kind == "cvt" and modifiers[-2] == "f32" and modifiers[-1] in ("s32", "u32"):
+            return _bits(as_type(v[0], modifiers[-1]))
         if kind == "cvt" and modifiers[-2:] == ["f32", "bf16"]:
             return v[0] << np.uint64(16)
         if kind == "setp" and modifiers[-1] == "f32":
