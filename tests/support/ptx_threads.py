@@ -180,6 +180,7 @@ class Threads:
             "add": lambda: v[0] + v[1],
             "sub": lambda: v[0] - v[1],
             "neg": lambda: np.uint64(0) - v[0],
+            "abs": lambda: np.abs(as_type(v[0], modifiers[-1])).astype(np.uint64),
             "mul": lambda: v[0] * v[1],
             "mad": lambda: v[0] * v[1] + v[2],
             "and": lambda: v[0] & v[1],
