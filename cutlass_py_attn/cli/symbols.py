@@ -63,9 +63,16 @@ _ROW_KERNEL = re.compile(
 # have later numbers.
 _ENTRY = re.compile(r"(?:_delta_\d+|_finish(?:_kv)?_\d+|_combine_1|_(?:bias|sinks|ranges|lists|order)_[1-9]\d*|_0)$")
 
+_DIGEST = re.compile(rf"_{masks.RANGES}_([0-9a-f]{{8}})(?:_|$)")
+
 
 def parse_symbol(symbol: str, arch: str) -> Plan:
     """Returns the plan of a kernel's symbol, or of an entry's, on `arch`; NotSupported says what is wrong."""
+    if digest := _DIGEST.search(symbol):
+        raise NotSupported(
+            f"symbol {symbol!r}: {digest[1]} stands for a mask function, which no symbol tells; plan a problem with "
+            "the function in Python, and inspect what `artifact_for` returns for the plan's build"
+        )
     stem = _ENTRY.sub("", symbol)
     plan = _component_gemm_of(stem, arch) or _row_kernel_of(stem, arch) or _fused_of(stem, arch)
     if plan is None:

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cutlass_py_attn.integers import round_up
@@ -206,12 +207,48 @@ def tree(shape: Shape, random: np.random.Generator) -> MaskFunction:
     return MaskFunction(sees, {"words": words})
 
 
+def integers(random: np.random.Generator, size: int) -> npt.NDArray[np.int32]:
+    """Returns int32, the least, the largest, small ones and 0 among them."""
+    drawn = random.integers(-(2**31), 2**31, size)
+    drawn[::3] = random.choice([0, 1, -1, 2**31 - 1, -(2**31), 31, 32, -33, 7, -7], len(drawn[::3]))
+    return drawn.astype(np.int32)
+
+
+def divisions(shape: Shape, random: np.random.Generator) -> MaskFunction:
+    """Returns keys by the lowest bits of quotients, remainders, products and shifts of any numbers."""
+
+    def sees(batch: Any, head: Any, query: Any, key: Any, left: Any, right: Any) -> Any:
+        a, b = left[query], right[key]
+        numbers = (a // b) ^ (b % a) ^ (a * b) ^ (a << b) ^ (a >> b)
+        return ((numbers >> 16) ^ (numbers >> 5) ^ numbers) & 1 == 0
+
+    return MaskFunction(sees, {"left": integers(random, shape.num_queries), "right": integers(random, shape.num_keys)})
+
+
+def choices(shape: Shape, random: np.random.Generator) -> MaskFunction:
+    """Returns keys by the lowest bits of sums and choices of any numbers, and by bools and floats."""
+
+    def sees(batch: Any, head: Any, query: Any, key: Any, left: Any, right: Any, weight: Any, most: Any) -> Any:
+        a, b = left[query], right[key]
+        numbers = (a + b) ^ (b - a) ^ np.minimum(a, b) ^ np.maximum(b, most) ^ abs(a) ^ ~b ^ (a < b) ^ (b | 6)
+        floats = np.where(weight[query] < weight[key], np.minimum(weight[key], 0.5), query)
+        is_small = np.where(floats > 1, a != b, floats == b) ^ ((a == b) == (weight[key] != 0.0))
+        numbers = np.where(is_small, numbers, numbers >> 7)
+        return ((numbers >> 5) ^ numbers) & 1 == 0
+
+    weight = random.choice([-0.5, 0.0, 0.5, 1.0, 3.0], max(shape.num_queries, shape.num_keys))
+    arrays = {"left": integers(random, shape.num_queries), "right": integers(random, shape.num_keys)}
+    return MaskFunction(sees, {**arrays, "weight": weight, "most": -5})
+
+
 @pytest.mark.parametrize(
     ("line", "make", "within", "tile", "is_eager"),
     [
         ("forward bf16_d128_q300_s420_b1_h4k2", stripes, Causal(), FORWARD[128], False),
         ("forward bf16_d64_q300_s300_b2_h1", documents_of_ids, Full(), FORWARD[64], True),
         ("forward bf16_d128_q300_s420_b1_h1", tree, CausalBottomRight(), "64x64x8:2", True),
+        ("forward bf16_d64_q130_s200_b1_h1", divisions, Full(), "64x64x8:2", True),
+        ("forward bf16_d64_q130_s200_b1_h1", choices, Full(), "64x64x8:2", True),
         ("backward bf16_d128_q300_s420_b1_h4k2", stripes, random_ranges, BACKWARD[128], False),
         ("backward bf16_d64_q300_s300_b2_h2k1", documents_of_ids, Causal(), BACKWARD[64], True),
         ("backward bf16_d64_q300_s300_b1_h1", tree, Full(), "64x64x12:4,3", True),

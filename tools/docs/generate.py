@@ -40,6 +40,7 @@ ORDER = (
     "support",
     "concepts",
     "masks",
+    "mask_functions",
     "arrays",
     "faults",
     "jax",

@@ -168,3 +168,15 @@ def test_the_catalogue_has_the_kernels_of_float16_that_the_planner_has() -> None
                 problem = parse(f"f16_d128_s{length}_b1_h{heads}_{mask}").problem(direction)
                 symbol = planner.plan(problem, "sm_90a").symbol
                 assert symbol in listed or not symbol.startswith(("fwd_sm90", "bwd_sm90"))
+
+
+@pytest.mark.parametrize("entry", ["", "_0", "_pairs_2"])
+def test_a_symbol_does_not_tell_a_mask_function(entry: str) -> None:
+    plan = planner.plan(parse("bf16_d64_s640_b2_h4_causal_functiontree").problem("forward"), "sm_90a")
+    with pytest.raises(NotSupported) as caught:
+        parse_symbol(f"{plan.symbol}{entry}", "sm_90a")
+    (reason,) = caught.value.reasons
+    assert "stands for a mask function, which no symbol tells; plan a problem with the function" in reason
+    done = CliRunner().invoke(group, ["inspect", plan.symbol, "--arch", "sm_90a"])
+    assert done.exit_code == 1
+    assert "stands for a mask function" in done.output
