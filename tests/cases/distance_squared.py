@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cutlass_py_attn import score_terms
 from cutlass_py_attn.launch.build import Build
-from cutlass_py_attn.plan.planner import plan
+from cutlass_py_attn.plan.planner import plans
 from cutlass_py_attn.problem.masks import Causal
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.tensors import DIRECTIONS, Shape, Tensor
@@ -53,8 +53,11 @@ def distance_squared() -> Iterator[score_terms.ScoreTerm]:
         score_terms.unregister(term.name)
 
 
-def builds(arch: str) -> list[Build]:
-    """Returns the kernels of tests/gpu/test_new_term.py. The term must be registered, also while they are compiled."""
-    slopes = (DistanceSquared.name, Tensor.contiguous((SHAPE.batch, SHAPE.num_heads), "float32"))
+def builds(name: str, arch: str) -> list[tuple[Build, ...]]:
+    """Returns the kernels of tests/gpu/test_new_term.py with a term, each before what is taken if it spills.
+
+    The term must be registered, also while they are compiled.
+    """
+    slopes = (name, Tensor.contiguous((SHAPE.batch, SHAPE.num_heads), "float32"))
     problems = (Problem.dense(way, SHAPE, DTYPE, Causal()).replace(score_terms=(slopes,)) for way in DIRECTIONS)
-    return [plan(problem, arch).build for problem in problems]
+    return [tuple(plan.build for plan in plans(problem, arch)) for problem in problems]

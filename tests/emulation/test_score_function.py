@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cutlass_py_attn import ScoreFunction, score_terms
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.plan import builder, planner
 from cutlass_py_attn.problem.tensors import Tensor
 from cutlass_py_attn.reference import numpy_reference
 from cutlass_py_attn.testing.cases import Case
+from tests.cases.nearness import NAME, nearness
 from tests.support.backward_block import BackwardBlock
 from tests.support.block_emulator import EmulatedBlock, emulate
 from tests.support.machine_code import MachineCode
 
 ERROR = 0.004  # relative L2 error of 16-bit operands
-NAME = "nearness"
 WEIGHTS = np.array([[0.5, -0.3], [0.2, 0.9]], np.float32)
-
-
-def nearness(query: Any, key: Any, num_queries: Any, num_keys: Any, weight: Any) -> Any:
-    """Falls with the logarithm of the distance, but within blocks of 50, and rises to the left of query 30."""
-    distance = np.absolute(query + num_keys - num_queries - key)
-    near = (query - 30) // 50 == key // 50
-    return np.where(near, weight, -weight * np.log(1 + distance)) + np.tanh((query - 30) / 100) / np.sqrt(1 + key)
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    score_terms.register(ScoreFunction(NAME, nearness))
-    yield
-    score_terms.unregister(NAME)
+    with nearness():
+        yield
 
 
 @pytest.mark.parametrize(

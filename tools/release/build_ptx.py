@@ -30,7 +30,7 @@ from cutlass_py_attn.plan.plan import Plan
 from cutlass_py_attn.plan.planner import plan
 from cutlass_py_attn.problem import spec
 from cutlass_py_attn.testing.cases import ARCH, PTX_ARCH, SM90_ARCH
-from tests.cases import decode_cases, distance_squared, serving_cases, suite
+from tests.cases import decode_cases, distance_squared, nearness, serving_cases, suite
 from tools.release import feature_ptx, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,10 +246,11 @@ def build_suite(folder: Path, family: str | None, only: str = "") -> int:
 
 
 def build_new_term(folder: Path) -> None:
-    """Compiles the kernels of a user's score term into the folder, in this process, which has registered the term."""
-    with distance_squared.distance_squared():
-        for build in distance_squared.builds(ARCH):
-            Folder(folder).put(replace(_fresh((build,)), ptx=""))
+    """Compiles the kernels of users' score terms into the folder, in this process, which has registered the term."""
+    for registered in (distance_squared.distance_squared, nearness.nearness):
+        with registered() as term:
+            for choices in chain.from_iterable(distance_squared.builds(term.name, arch) for arch in (ARCH, SM90_ARCH)):
+                Folder(folder).put(replace(_fresh(choices), ptx=""))
 
 
 def _into_folder(artifacts: Iterable[Artifact], folder: Path) -> int:
