@@ -8,6 +8,7 @@ from typing import Final
 
 from cutlass_py_attn.kernels.backward_parts.kernel import has_wgmma, unsupported_sm90
 from cutlass_py_attn.kernels.common.layout import RAGGED_ROWS, RAGGED_STRIDE_BYTES
+from cutlass_py_attn.kernels.kernel import FusedKernel
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM, ProblemKind, is_mla, sizes
 from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
 from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
@@ -28,7 +29,7 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.expressions import Expr
 from cutlass_py_attn.launch.gemm_spec import WARPGROUP_ROWS
 from cutlass_py_attn.launch.tile_config import TileConfig
-from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV, STANDARD
+from cutlass_py_attn.launch.variants import DS_REGISTERS, MULTICAST, PER_HEAD, QUERY_HEADS, SPLIT_KV, STANDARD, TWO_CTA
 from cutlass_py_attn.problem.block_sparse import undivided
 from cutlass_py_attn.problem.problem import Problem
 from cutlass_py_attn.problem.quantization import has_codes
@@ -53,24 +54,29 @@ LEAST_PAGE_SIZE: Final = 16  # rows; smaller boxes would be no whole swizzled bl
 DV_FIRST_HEAD_DIM: Final = 96  # up to here variant ds_registers starts S^T from 0 and issues dV before dP^T
 
 
+def kernel_of_dims(direction: str, dims: Shape | Build) -> FusedKernel:
+    """Returns the kernel of the family for these head dims, of 16-bit operands that are no latent cache."""
+    is_wide = max(dims.head_dim, dims.head_dim_value) > SM90_MAX_HEAD_DIM
+    if direction == "forward":
+        return sm90_wide.FORWARD if is_wide else sm90_forward.FORWARD
+    if splits_score_rows(dims):
+        return sm90_backward.SCORE_ROWS_BACKWARD
+    if is_wide:
+        return sm90_wide.BACKWARD
+    return sm90_backward_2cta.BACKWARD if _needs_2cta(dims) else sm90_backward.BACKWARD
+
+
 def unsupported_features(problem: Problem) -> tuple[str, ...]:
     """Returns what the problem has that the family does not take; empty if it takes the problem."""
     shape = problem.shape
     backward, has_latent_cache = problem.direction == "backward", is_mla(problem)
-    is_wide = not has_latent_cache and max(shape.head_dim, shape.head_dim_value) > SM90_MAX_HEAD_DIM
-    is_2cta = backward and not is_wide and _needs_2cta(shape)
-    if backward and splits_score_rows(shape):
-        kernel = sm90_backward.SCORE_ROWS_BACKWARD
-    elif backward:
-        kernel = sm90_backward_2cta.BACKWARD if is_2cta else sm90_wide.BACKWARD if is_wide else sm90_backward.BACKWARD
-    elif problem.dtype == FLOAT8:
+    kernel = kernel_of_dims(problem.direction, shape)
+    if not backward and problem.dtype == FLOAT8:
         kernel = sm90_e4m3.FORWARD
-    elif has_latent_cache:
+    elif not backward and has_latent_cache:
         kernel = sm90_mla.FORWARD
-    elif problem.has_e4m3_cache:
+    elif not backward and problem.has_e4m3_cache:
         kernel = sm90_e4m3_cache.FORWARD
-    else:
-        kernel = sm90_wide.FORWARD if is_wide else sm90_forward.FORWARD
     widest = SM90_MAX_HEAD_DIM if has_codes(problem) else WIDE_MAX_HEAD_DIM
     present = {
         "num_splits_key": backward and problem.num_splits_key is not None,
@@ -84,7 +90,7 @@ def unsupported_features(problem: Problem) -> tuple[str, ...]:
         f"key_rope of other than {ROPE_COLUMNS} columns": problem.key_rope is not None
         and problem.key_rope.shape[3] != ROPE_COLUMNS,
         "variable lengths of keys that contain the values": has_latent_cache and problem.sequences is not None,
-        "deterministic gradients with these head dims": is_2cta and problem.deterministic,
+        "deterministic gradients with these head dims": kernel.variant == TWO_CTA and problem.deterministic,
         "deterministic gradients with ranges of keys": problem.deterministic and problem.form.has_ranges,
         "rows aligned to less than 16 bytes": any(
             tensor.vector_bytes < ROW_ALIGNMENT_BYTES
@@ -124,7 +130,7 @@ def _unsupported_pages(problem: Problem) -> tuple[str, ...]:
     return tuple(name for name, is_present in present.items() if is_present)
 
 
-def _needs_2cta(shape: Shape) -> bool:
+def _needs_2cta(shape: Shape | Build) -> bool:
     """Returns whether dK and dV of these head dims need two thread blocks."""
     return max(shape.head_dim, shape.head_dim_value) > NARROW_HEAD_DIM and not splits_score_rows(shape)
 

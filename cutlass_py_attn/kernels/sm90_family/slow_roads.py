@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from cutlass_py_attn.kernels.kernel import Kernel
 from cutlass_py_attn.kernels.problem_kind import NARROW_HEAD_DIM
-from cutlass_py_attn.kernels.sm90_backward import kernel as sm90_backward
-from cutlass_py_attn.kernels.sm90_backward_2cta import kernel as sm90_backward_2cta
 from cutlass_py_attn.kernels.sm90_common.rules import SM90_MAX_HEAD_DIM
-from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE
+from cutlass_py_attn.kernels.sm90_family.choice import LEAST_PAGE_SIZE, kernel_of_dims
 from cutlass_py_attn.kernels.sm90_forward import kernel as sm90_forward
 from cutlass_py_attn.kernels.sm90_mla import kernel as sm90_mla
 from cutlass_py_attn.kernels.sm90_wide import kernel as sm90_wide
@@ -29,21 +26,12 @@ def _has_small_pages(sizes: Mapping[str, int]) -> bool:
     return sizes.get("page_size", LEAST_PAGE_SIZE) < LEAST_PAGE_SIZE
 
 
-def _kernel(build: Build) -> Kernel:
-    """Returns the kernel of the family for these head dims."""
-    if build.kind == "forward":
-        return sm90_wide.FORWARD if _widest(build) > SM90_MAX_HEAD_DIM else sm90_forward.FORWARD
-    if _widest(build) > SM90_MAX_HEAD_DIM:
-        return sm90_wide.BACKWARD
-    return sm90_backward_2cta.BACKWARD if _widest(build) > NARROW_HEAD_DIM else sm90_backward.BACKWARD
-
-
 def takes(build: Build, sizes: Mapping[str, int], without: Collection[str] = ()) -> bool:
     """Returns whether the family has these features and head dims, on the GPUs of the target.
 
     sizes: of a call. without: features that are left out
     """
-    kernel = _kernel(build)
+    kernel = kernel_of_dims(build.kind, build)
     if build.arch not in HOPPER or _widest(build) > sm90_wide.WIDE_MAX_HEAD_DIM:
         return False
     is_whole = build.kind == "forward" or {*OPERANDS} <= {*build.gradients}
@@ -63,7 +51,7 @@ def divides_tiles(build: Build) -> bool:
 
 def one_feature_less(build: Build) -> tuple[str, list[str]]:
     """Returns the change, and the one feature that keeps an sm80 build from the family; "" if there is none."""
-    missing = _kernel(build).lacks(build)
+    missing = kernel_of_dims(build.kind, build).lacks(build)
     if build.family != "sm80" or len(missing) != 1 or build.arch not in HOPPER:
         return "", []
     return f"no {missing[0]}, which no sm90 kernel of these head dims takes", missing

@@ -20,6 +20,7 @@ from cutlass_py_attn.kernels.sm90_family.backward_choice import few_keys, key_st
 from cutlass_py_attn.kernels.sm90_family.row import ANY_DIMS, Row, Rule, Speed, always
 from cutlass_py_attn.kernels.sm90_family.tile_options import with_options
 from cutlass_py_attn.kernels.sm90_wide.kernel import WIDE_MAX_HEAD_DIM
+from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.launch.tile_config import TileConfig
 from cutlass_py_attn.launch.variants import MLA_HEAD_DIMS, SPLIT_KV, STANDARD
 from cutlass_py_attn.problem.problem import Problem
@@ -367,7 +368,7 @@ def table_key(kind: ProblemKind) -> tuple[str, int]:
     return name, min(size for size in SM90[name] if size >= served)
 
 
-def splits_score_rows(problem: Shape | ProblemKind) -> bool:
+def splits_score_rows(problem: Shape | ProblemKind | Build) -> bool:
     """Returns whether these head dims leave the sm90 backward registers for scores of a part of a query tile."""
     dims = problem.head_dim, problem.head_dim_value
     return max(dims) > NARROW_HEAD_DIM and all(
