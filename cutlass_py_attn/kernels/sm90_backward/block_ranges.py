@@ -82,7 +82,7 @@ class BlockRanges:
         place: sequence and query head; pairs: of neighbouring queries
         """
         seen = Uint32(0)
-        for pair in cutlass.range(pairs, unroll=PAIRS_AT_ONCE):
+        for pair in cutlass.range(pairs, unroll=self.function.at_once(PAIRS_AT_ONCE)):
             word = Uint32(0)
             for index in cutlass.range_constexpr(QUAD_COLUMNS):
                 for number in cutlass.range_constexpr(len(keys)):

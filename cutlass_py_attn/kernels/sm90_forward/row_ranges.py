@@ -70,7 +70,7 @@ class RowRanges:
         pairs: of neighbouring columns
         """
         seen = Uint32(0)
-        for pair in cutlass.range(pairs, unroll=PAIRS_AT_ONCE):
+        for pair in cutlass.range(pairs, unroll=self.function.at_once(PAIRS_AT_ONCE)):
             for column in cutlass.range_constexpr(QUAD_COLUMNS):
                 is_seen = self.function.sees(p, batch, head, query, key + pair * COLUMNS + column)
                 bit = cutlass.select_(is_seen, Uint32(1 << column), Uint32(0))

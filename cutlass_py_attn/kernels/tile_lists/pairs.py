@@ -26,6 +26,7 @@ class Pairs:
     def __init__(self, build: Build) -> None:
         self.build = build
         self.function = MaskFunction(build)
+        self.rows = self.function.at_once(ROWS_AT_ONCE)
 
     @cute.jit
     def run(self, p: Any):
@@ -66,7 +67,7 @@ class Pairs:
         some, every = Boolean(False), is_whole
         row = Int32(0)
         while (row < rows) & ((some == Boolean(False)) | every):
-            for index in cutlass.range_constexpr(ROWS_AT_ONCE):
+            for index in cutlass.range_constexpr(self.rows):
                 query = smaller(first_query + row + index, p.num_queries - 1)
                 words = load_int32(p.key_ranges, range_place(p, batch, head, query), RANGE_WORDS)
                 for part in cutlass.range_constexpr(build.tile_n // WARP_THREADS):
@@ -74,7 +75,7 @@ class Pairs:
                     seen = self.function.sees(p, batch, head, query, key) & (key >= words[0]) & (key < words[1])
                     some, every = some | seen, every & seen
             some, every = cute.arch.vote_any_sync(some), cute.arch.vote_all_sync(every)
-            row = row + ROWS_AT_ONCE
+            row = row + self.rows
         return some, every
 
     @cute.jit
