@@ -602,6 +602,7 @@ def builds(arch: str = ARCH) -> list[tuple[Build, ...]]:
         *GRAD_BIAS_SUMS,
         *SHARED_QUERIES,
         *RANGES,
+        *FUNCTIONS,
         *SPLIT_ROWS,
         *JAX_HANDLERS,
     )
