@@ -13,7 +13,6 @@ from cutlass_py_attn.problem.tensors import MASK_ARRAY_AXES, MASK_ARRAYS
 
 STORED = {BOOL: Uint8, INT: Int32, FLOAT: Float32}
 CONSTANTS = {bool: Boolean, int: Int32, float: Float32}
-SHORT_STEPS = 24  # of a program of which several pairs fit into registers
 SHORT_STEPS = 24  # of a program of which a thread computes several pairs at once
 SHIFT_BITS = 31  # of a number that are the count of a shift
 
@@ -23,11 +22,6 @@ class MaskFunction:
 
     def __init__(self, build: Build) -> None:
         self.program = MaskProgram.parse(build.form.program)
-
-    def at_once(self, most: int) -> int:
-        """Returns how many pairs, up to `most`, are computed at the same time: one of a long program, whose values fill
-        the registers."""
-        return most if len(self.program.steps) <= SHORT_STEPS else 1
 
     def at_once(self, most: int) -> int:
         """Returns how many steps of a loop, up to `most`, are unrolled: one of a long program, whose values take the
