@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from cutlass_py_attn.api.quantization import quantize_e4m3 as quantize_e4m3
     from cutlass_py_attn.api.quantization import rotate_rows as rotate_rows
     from cutlass_py_attn.api.results import Gradients as Gradients
-    from cutlass_py_attn.api.score_function import ScoreFunction as ScoreFunction
     from cutlass_py_attn.api.serving import append_to_cache as append_to_cache
     from cutlass_py_attn.api.serving import merge_states as merge_states
     from cutlass_py_attn.artifact import Artifact as Artifact
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from cutlass_py_attn.errors import NoDevice as NoDevice
     from cutlass_py_attn.errors import NotSupported as NotSupported
     from cutlass_py_attn.errors import Stale as Stale
+    from cutlass_py_attn.kernels.score_function import ScoreFunction as ScoreFunction
     from cutlass_py_attn.launch.build import Build as Build
     from cutlass_py_attn.launch.tile_config import TileConfig as TileConfig
     from cutlass_py_attn.plan.append import plan_append as plan_append
@@ -84,13 +84,13 @@ _PUBLIC_NAMES = {
     "api.paged": ("Paged",),
     "api.quantization": ("quantize_e4m3", "rotate_rows"),
     "api.results": ("Gradients",),
-    "api.score_function": ("ScoreFunction",),
     "api.serving": ("append_to_cache", "merge_states"),
     "artifact": ("Artifact", "Folder", "NoPermission"),
     "bundle.files": ("Bundle", "export_bundle", "export_library", "load_bundle"),
     "compilation.checked": ("artifact_for", "compile"),
     "errors": ("AttentionError", "CompileError", "DoesNotFit", "DriverError", "NoDevice", "NotSupported", "Stale"),
     "plan.append": ("plan_append",),
+    "kernels.score_function": ("ScoreFunction",),
     "launch.build": ("Build",),
     "plan.merge": ("plan_merge",),
     "plan.performance": ("PerformanceWarning",),
