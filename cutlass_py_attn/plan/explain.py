@@ -13,21 +13,29 @@ from cutlass_py_attn.launch.arch import Architecture
 from cutlass_py_attn.launch.build import ROW_KINDS, STEPS, Buffer, Build
 from cutlass_py_attn.launch.variants import E4M3, SHARED_END
 from cutlass_py_attn.plan import performance
+from cutlass_py_attn.plan.tile_shares import tile_shares
 from cutlass_py_attn.problem.quantization import SCALE_COLUMNS
 from cutlass_py_attn.score_terms import registry
 
 if TYPE_CHECKING:
     from cutlass_py_attn.plan.plan import Launch, Plan, Workspace
+    from cutlass_py_attn.problem.mask_function import ArrayMask
+    from cutlass_py_attn.problem.masks import Mask
 
 _BIAS_AXES: Final = {"b": "batch", "h": "heads", "q": "queries", "k": "keys"}
 
 
-def explain(plan: Plan) -> str:
-    """Returns every number of `plan` with its unit, why this kernel was chosen, and what would make it much faster."""
+def explain(plan: Plan, mask: Mask | ArrayMask | None = None) -> str:
+    """Returns every number of `plan` with its unit, why this kernel was chosen, and what would make it much faster.
+
+    mask: of the call, for the share of tiles that it leaves
+    """
     build, limits = plan.build, plan.architecture
     if build.kind in ROW_KINDS:
         return _explain_rows(plan)
     rows = [*_build_rows(build), *_resource_rows(build, limits)]
+    if mask is not None:
+        rows.append(("mask", f"of the first sequence and head: {tile_shares(plan, mask)}"))
     lines = [f"{build.kind} {plan.symbol}", "", *_table(rows), "", *_launch_lines(plan)]
     lines += ["", *_shared_memory_lines(build, limits), "", *_workspace_lines(plan.workspace)]
     slow = performance.advice(plan)

@@ -18,6 +18,8 @@ from cutlass_py_attn.launch.build import Build
 from cutlass_py_attn.plan.build_json import expect_known
 from cutlass_py_attn.plan.explain import explain
 from cutlass_py_attn.problem import typed_json
+from cutlass_py_attn.problem.mask_function import ArrayMask
+from cutlass_py_attn.problem.masks import Mask
 from cutlass_py_attn.refusals import refuse
 
 
@@ -134,6 +136,10 @@ class Plan:
         expect_known(plan.build, "plan.build")
         return plan
 
-    def explain(self) -> str:
-        """Returns tiles, warps, grid, shared-memory map, workspace and why this kernel was chosen, as text."""
-        return explain(self)
+    def explain(self, mask: Mask | ArrayMask | None = None) -> str:
+        """Returns tiles, warps, grid, shared-memory map, workspace and why this kernel was chosen, as text.
+
+        mask: of the call, with arrays that NumPy converts: the text then says which share of the tiles it leaves to the
+            first query head of the first sequence
+        """
+        return explain(self, mask)
