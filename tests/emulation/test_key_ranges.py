@@ -245,7 +245,7 @@ def choices(shape: Shape, random: np.random.Generator) -> MaskFunction:
     ("line", "make", "within", "tile", "is_eager"),
     [
         ("forward bf16_d128_q300_s420_b1_h4k2", stripes, Causal(), FORWARD[128], False),
-        ("forward bf16_d64_q300_s300_b2_h1", documents_of_ids, Full(), FORWARD[64], True),
+        ("forward bf16_d64_q300_s300_b2_h1", documents_of_ids, Full(), "128x128x12:2-speculative", True),
         ("forward bf16_d128_q300_s420_b1_h1", tree, CausalBottomRight(), "64x64x8:2", True),
         ("forward bf16_d64_q130_s200_b1_h1", divisions, Full(), "64x64x8:2", True),
         ("forward bf16_d64_q130_s200_b1_h1", choices, Full(), "64x64x8:2", True),

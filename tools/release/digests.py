@@ -24,7 +24,9 @@ OWN: Final = (PACKAGE, "tools", "tests")  # modules of this repository
 LAUNCH_ENTRIES: Final = tuple(
     f"{PACKAGE}/{name}.py" for name in ("runtime/binding", "runtime/fill", "plan/append", "plan/merge")
 )
-NOT_LAUNCHING: Final = tuple(f"{PACKAGE}/{name}.py" for name in ("errors", "plan/explain", "plan/performance"))
+NOT_LAUNCHING: Final = tuple(
+    f"{PACKAGE}/{name}.py" for name in ("errors", "plan/explain", "plan/performance", "plan/tile_shares")
+)
 # What decides whether a result on a GPU passes: the tools, lists of cases, and the package's references and checks.
 CHECK_ENTRIES: Final = ("tools/release/verify_gpu.py", "tools/release/fuzz.py")
 CHECK_FOLDERS: Final = (

@@ -128,7 +128,7 @@ def problem_of(head_dim: int = 64, block_size: tuple[int, int] = (128, 128), dir
     ("changes", "expected"),
     [
         ({"block_size": (100, 128)}, ["block_size: multiples of 64"]),
-        ({"softcap": 3.0}, [f"visible_blocks: softcap together with {IN_MEMORY}"]),
+        ({"dropout_p": 0.5}, [f"visible_blocks: dropout together with {IN_MEMORY}"]),
         (
             {"arch": "sm_80"},
             [f"visible_blocks: no kernel of sm_80 takes {IN_MEMORY}"],
