@@ -33,7 +33,6 @@ from cutlass_py_attn.problem.mask_program import (
 from cutlass_py_attn.refusals import Refusal
 
 MAX_STEPS: Final = 200
-MASK_FUNCTION, SCORE_FUNCTION = "mask function", "score function"  # as refusals call them
 SCORE_POSITIONS: Final = ("query", "key", "num_queries", "num_keys")  # that a score function takes
 _KNOWN: Final = "use operators, and numpy.where, minimum, maximum and logical_and"
 
@@ -178,7 +177,7 @@ class Value(_Symbol):
                 _fail(f"{name} of a float", "compare it first")
             return self._result(kind, name, *(value._as(kind) for value in values))
         if kind == FLOAT and name in ("div", "mod", "shl", "shr"):
-            _fail(f"{name} of a float32 has no operation", "use integers")
+            _fail(f"{name} of a float", "use /, or integers")
         if kind == FLOAT and name not in ("min", "max") and not self.recorder.may_round:
             _fail(f"{name} of a float32 is rounded, differently in a kernel and in NumPy", "compute the array before")
         kind = INT if kind == BOOL else kind
@@ -376,7 +375,7 @@ def trace(
     Raises NotSupported, with the line of the function, for what a kernel cannot do.
     """
     recorder = _Recorder(tuple(arrays.values()), len(scalars))
-    _expect_parameters(MASK_FUNCTION, function, COORDINATES, [*arrays, *scalars])
+    _expect_parameters(function, COORDINATES, [*arrays, *scalars])
     coordinates = [Value(recorder, INT, number) for number in range(len(COORDINATES))]
     values = {name: _array(recorder, name, number) for number, name in enumerate(arrays)}
     values |= {name: Value(recorder, INT, len(COORDINATES) + number) for number, name in enumerate(scalars)}
@@ -387,7 +386,7 @@ def trace(
         return recorder.program(value.number)
     except _CannotTrace as error:
         place, what, remedy = error.args
-        raise NotSupported(_refusal(MASK_FUNCTION, function, place, what, remedy)) from error
+        raise NotSupported(_refusal("mask function", function, place, what, remedy)) from error
 
 
 def trace_score(function: Callable[..., Any]) -> MaskProgram:
@@ -397,14 +396,14 @@ def trace_score(function: Callable[..., Any]) -> MaskProgram:
     does.
     """
     recorder = _Recorder((), 1, may_round=True)
-    _expect_parameters(SCORE_FUNCTION, function, (*SCORE_POSITIONS, "operand"), ())
+    _expect_parameters(function, (*SCORE_POSITIONS, "operand"), ())
     positions = [Value(recorder, INT, number) for number in range(len(SCORE_POSITIONS))]
     try:
         value = positions[0]._value(function(*positions, Value(recorder, FLOAT, len(SCORE_POSITIONS))))
         return recorder.program(value._as(FLOAT).number)
     except _CannotTrace as error:
         place, what, remedy = error.args
-        raise NotSupported(_refusal(SCORE_FUNCTION, function, place, what, remedy)) from error
+        raise NotSupported(_refusal("score function", function, place, what, remedy)) from error
 
 
 def _array(recorder: _Recorder, name: str, number: int) -> Any:
@@ -413,14 +412,14 @@ def _array(recorder: _Recorder, name: str, number: int) -> Any:
     return ArrayValue(recorder, name, number) if rank else Value(recorder, kind, recorder.add("load", number))
 
 
-def _expect_parameters(what: str, function: Callable[..., Any], positions: Sequence[str], names: Sequence[str]) -> None:
+def _expect_parameters(function: Callable[..., Any], positions: Sequence[str], names: Sequence[str]) -> None:
     """Raises NotSupported for a function that does not take these positions, and arguments of these names."""
     try:
         inspect.signature(function).bind(*positions, **dict.fromkeys(names))
     except TypeError as error:
         taken = f"the function must take {', '.join((*positions, *names))}: {error}"
-        remedy = "name its parameters as `arguments` does" if what == MASK_FUNCTION else "take these"
-        raise NotSupported(_refusal(what, function, "", taken, remedy)) from error
+        remedy = "name its parameters as `arguments` does" if names else "take these"
+        raise NotSupported(_refusal("function", function, "", taken, remedy)) from error
     except ValueError:  # a function without a signature
         return
 
