@@ -23,6 +23,7 @@ jax.config.update("jax_disable_most_optimizations", True)  # XLA compiles in hal
 jnp = jax.numpy
 
 from cutlass_py_attn.jax import attention, context_parallel_attention, random_words  # noqa: E402
+from tests.support.masked_programs import calls_in  # noqa: E402
 from tools.release import jax_programs  # noqa: E402
 from tools.release.jax_programs import Layer  # noqa: E402
 
@@ -263,20 +264,6 @@ def test_a_row_without_keys_takes_no_gradient_of_its_logsumexp() -> None:
 # remat
 
 
-def launches(function: Callable[..., Any], *arrays: Any) -> int:
-    """Returns the number of forwards and backwards in a traced program."""
-
-    def count(jaxpr: Any) -> int:
-        total = 0
-        for equation in jaxpr.eqns:
-            total += equation.primitive.name == "pure_callback"
-            inner = (getattr(value, "jaxpr", value) for value in equation.params.values())
-            total += sum(count(each) for each in inner if hasattr(each, "eqns"))
-        return total
-
-    return count(jax.make_jaxpr(function)(*arrays).jaxpr)
-
-
 @pytest.mark.parametrize(
     ("policy", "name", "expected"),
     [
@@ -302,8 +289,8 @@ def test_a_policy_saves_output_and_logsumexp_by_name(policy: Any, name: str, exp
     def block(query: Any) -> Any:
         return (ours(2 * query, *OPERANDS[1:], checkpoint_name=name) ** 2).sum()
 
-    assert launches(jax.grad(block), OPERANDS[0]) == 2
-    assert launches(jax.grad(jax.checkpoint(block, policy=policy)), OPERANDS[0]) == expected
+    assert calls_in(jax.grad(block), OPERANDS[0]) == 2
+    assert calls_in(jax.grad(jax.checkpoint(block, policy=policy)), OPERANDS[0]) == expected
 
 
 def test_a_wrong_checkpoint_name_is_refused() -> None:

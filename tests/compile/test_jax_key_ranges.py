@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.masks import Causal, CausalBottomRight, Full, Mask, Window
-from tests.support import fakes
 from tests.support.refusals import expect_raised
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -26,24 +25,28 @@ from cutlass_py_attn.jax import (  # noqa: E402
     dot_product_attention,
     export_checks,
     flax_attention,
-    primitive,
 )
 from tests.support import xla_reference  # noqa: E402
+from tests.support.masked_programs import (  # noqa: E402
+    BATCH,
+    DIM,
+    HEADS,
+    KEYS,
+    ROWS,
+    SPLITS,
+    Arrays,
+    by_kernels,
+    calls_in,
+    draw,
+    expect_close,
+    loss,
+    operands,
+    softmax_attention,
+)
 
 P, NamedSharding, AxisType = jax.sharding.PartitionSpec, jax.sharding.NamedSharding, jax.sharding.AxisType
-BATCH, ROWS, KEYS, HEADS, HEADS_KEY, DIM = 4, 10, 14, 4, 2, 8
 ALL = (0, 1, 2)
 AXES = {"all": (1, 1), "batch": (BATCH, 1), "heads": (1, HEADS), "both": (BATCH, HEADS)}
-Arrays = tuple[Any, ...]
-
-
-def draw(number: int, *shape: int, dtype: Any = np.float32) -> Any:
-    return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), dtype)
-
-
-def operands(*leading: int, batch: int = BATCH, dtype: Any = np.float32) -> Arrays:
-    shapes = (batch, ROWS, HEADS, DIM), *[(batch, KEYS, HEADS_KEY, DIM)] * 2
-    return tuple(draw(number, *leading, *shape, dtype=dtype) for number, shape in enumerate(shapes))
 
 
 def edges(number: int, *shape: int) -> tuple[Any, Any]:
@@ -62,35 +65,12 @@ def dense_bias(start: Any, end: Any, band: Mask) -> Any:
     return jnp.where(seen & band.materialise(ROWS, KEYS), 0.0, -jnp.inf)
 
 
-def softmax_attention(query: Any, key: Any, value: Any, bias: Any, scale: float | None = None) -> tuple[Any, Any]:
-    """Output and logsumexp in jax.numpy; a row that sees no key is 0, and -inf."""
-    key, value = (jnp.repeat(array, query.shape[2] // array.shape[2], axis=2) for array in (key, value))
-    scores = jnp.einsum("bmhd,bnhd->bhmn", query, key, precision="highest") * (scale or query.shape[3] ** -0.5) + bias
-    is_seen = jnp.isfinite(scores)
-    weights = jnp.where(is_seen, jnp.exp(jnp.where(is_seen, scores, 0)), 0)  # small scores need no maximum
-    total = weights.sum(-1, keepdims=True)
-    sees = total > 0
-    weights = weights / jnp.where(sees, total, 1)
-    logsumexp = jnp.where(sees, jnp.log(jnp.where(sees, total, 1)), -jnp.inf)[..., 0]
-    return jnp.einsum("bhmn,bnhd->bmhd", weights, value, precision="highest"), logsumexp
-
-
 def ours(query: Any, key: Any, value: Any, ranges: KeyRanges, **options: Any) -> Any:
     return attention(query, key, value, mask=ranges, backend="reference", **options)
 
 
 def theirs(query: Any, key: Any, value: Any, ranges: KeyRanges) -> Any:
     return softmax_attention(query, key, value, dense_bias(ranges.key_start, ranges.key_end, ranges.band))[0]
-
-
-def loss(attend: Callable[..., Any], *arguments: Any) -> Any:
-    return jnp.sum(jnp.sin(attend(*arguments)))
-
-
-def expect_close(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert one.shape == other.shape
-        np.testing.assert_allclose(*(np.asarray(array, np.float32) for array in (one, other)), tolerance, tolerance)
 
 
 OPERANDS = operands()
@@ -265,20 +245,6 @@ def test_vmap_of_other_axes_and_of_two_axes() -> None:
     expect_close(*twice)
 
 
-def calls_in(function: Callable[..., Any], *arguments: Any) -> int:
-    """The number of forwards and backwards in a traced program."""
-
-    def count(jaxpr: Any) -> int:
-        total = 0
-        for equation in jaxpr.eqns:
-            total += equation.primitive.name == "pure_callback"
-            inner = (getattr(value, "jaxpr", value) for value in equation.params.values())
-            total += sum(count(each) for each in inner if hasattr(each, "eqns"))
-        return total
-
-    return count(jax.make_jaxpr(function)(*arguments).jaxpr)
-
-
 def layers(attend: Callable[..., Any], weights: Any, given: Any, ranges: KeyRanges) -> Any:
     """Layers of attention of a scan, which all have one mask; it is among what the scan carries."""
 
@@ -362,32 +328,6 @@ def test_custom_vjp_around_a_call() -> None:
 
 
 # Several devices
-
-
-SPLITS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "batch": (P("x"), (4,)),
-    "heads": (P(None, None, "x"), (2,)),
-    "both": (P("x", None, "y"), (2, 2)),
-    "more than key heads": (P(None, None, "x"), (4,)),
-}
-
-
-def kernels(build: Any) -> Any:
-    """Kernels that no other module's programs share."""
-    return fakes.artifact(build)
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The NumPy reference behind the custom call."""
-    xla_reference.register()
-    monkeypatch.setattr(primitive, "TARGET", xla_reference.TARGET)
-    yield
-    xla_reference.computed.clear()
-
-
-def by_kernels(query: Any, key: Any, value: Any, ranges: KeyRanges) -> Any:
-    return attention(query, key, value, mask=ranges, kernels=kernels, arch="sm_90")
 
 
 def put(array: Any, mesh: Any, *axes: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from cutlass_py_attn.problem.key_ranges import KeyRanges
 from cutlass_py_attn.problem.mask_function import MaskFunction
 from cutlass_py_attn.problem.mask_program import MaskProgram
 from cutlass_py_attn.problem.masks import Causal, Full, Mask
-from tests.support import fakes
 from tests.support.refusals import expect_raised
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -26,23 +25,28 @@ from cutlass_py_attn.jax import (  # noqa: E402
     attention,
     context_parallel_attention,
     export_checks,
-    primitive,
 )
 from tests.support import xla_reference  # noqa: E402
+from tests.support.masked_programs import (  # noqa: E402
+    BATCH,
+    DIM,
+    HEADS,
+    KEYS,
+    ROWS,
+    SPLITS,
+    Arrays,
+    by_kernels,
+    calls_in,
+    draw,
+    expect_close,
+    kernels,
+    loss,
+    operands,
+    softmax_attention,
+)
 
 P, NamedSharding, AxisType = jax.sharding.PartitionSpec, jax.sharding.NamedSharding, jax.sharding.AxisType
-BATCH, ROWS, KEYS, HEADS, HEADS_KEY, DIM = 4, 10, 14, 4, 2, 8
 ALL = (0, 1, 2)
-Arrays = tuple[Any, ...]
-
-
-def draw(number: int, *shape: int, dtype: Any = np.float32) -> Any:
-    return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), dtype)
-
-
-def operands(*leading: int, batch: int = BATCH, dtype: Any = np.float32) -> Arrays:
-    shapes = (batch, ROWS, HEADS, DIM), *[(batch, KEYS, HEADS_KEY, DIM)] * 2
-    return tuple(draw(number, *leading, *shape, dtype=dtype) for number, shape in enumerate(shapes))
 
 
 OPERANDS = operands()
@@ -122,19 +126,6 @@ FUNCTIONS = {
 }
 
 
-def softmax_attention(query: Any, key: Any, value: Any, bias: Any) -> tuple[Any, Any]:
-    """Output and logsumexp in jax.numpy; a row that sees no key is 0, and -inf."""
-    key, value = (jnp.repeat(array, query.shape[2] // array.shape[2], axis=2) for array in (key, value))
-    scores = jnp.einsum("bmhd,bnhd->bhmn", query, key, precision="highest") * query.shape[3] ** -0.5 + bias
-    is_seen = jnp.isfinite(scores)
-    exponentials = jnp.where(is_seen, jnp.exp(jnp.where(is_seen, scores, 0)), 0)  # small scores need no maximum
-    total = exponentials.sum(-1, keepdims=True)
-    sees = total > 0
-    logsumexp = jnp.where(sees, jnp.log(jnp.where(sees, total, 1)), -jnp.inf)[..., 0]
-    shares = exponentials / jnp.where(sees, total, 1)
-    return jnp.einsum("bhmn,bnhd->bmhd", shares, value, precision="highest"), logsumexp
-
-
 def ours(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
     return attention(query, key, value, mask=mask, backend="reference", **options)
 
@@ -144,16 +135,6 @@ def theirs(function: Any) -> Callable[..., Any]:
         return softmax_attention(query, key, value, dense_of(mask, function))[0]
 
     return attend
-
-
-def loss(attend: Callable[..., Any], *arguments: Any) -> Any:
-    return jnp.sum(jnp.sin(attend(*arguments)))
-
-
-def expect_close(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert one.shape == other.shape
-        np.testing.assert_allclose(*(np.asarray(array, np.float32) for array in (one, other)), tolerance, tolerance)
 
 
 # One call
@@ -297,20 +278,6 @@ def test_a_traced_number_is_an_array_without_axes() -> None:
 # Transformations
 
 DIFFER = {"arrays": (None, 0), "query": (0, None), "both": (0, 0)}
-
-
-def calls_in(function: Callable[..., Any], *arguments: Any) -> int:
-    """The number of forwards and backwards in a traced program."""
-
-    def count(jaxpr: Any) -> int:
-        total = 0
-        for equation in jaxpr.eqns:
-            total += equation.primitive.name == "pure_callback"
-            inner = (getattr(value, "jaxpr", value) for value in equation.params.values())
-            total += sum(count(each) for each in inner if hasattr(each, "eqns"))
-        return total
-
-    return count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
 @pytest.mark.parametrize("name", ["documents", "heads", "shared", "both", "plain"])
@@ -522,32 +489,6 @@ def test_custom_vjp_around_a_call() -> None:
 
 
 # Several devices
-
-
-SPLITS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "batch": (P("x"), (4,)),
-    "heads": (P(None, None, "x"), (2,)),
-    "both": (P("x", None, "y"), (2, 2)),
-    "more than key heads": (P(None, None, "x"), (4,)),
-}
-
-
-def kernels(build: Any) -> Any:
-    """Kernels that no other module's programs share."""
-    return fakes.artifact(build)
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The NumPy reference behind the custom call."""
-    xla_reference.register()
-    monkeypatch.setattr(primitive, "TARGET", xla_reference.TARGET)
-    yield
-    xla_reference.computed.clear()
-
-
-def by_kernels(query: Any, key: Any, value: Any, mask: MaskFunction) -> Any:
-    return attention(query, key, value, mask=mask, kernels=kernels, arch="sm_90")
 
 
 def put(array: Any, mesh: Any, *axes: Any) -> Any:

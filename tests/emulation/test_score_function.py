@@ -57,7 +57,9 @@ def test_results(line: str, tile: str, machine_code: MachineCode) -> None:
         expected = {f"grad_{name}": getattr(gradients, name) for name in problem.gradients}
     outputs = (*expected, *(("logsumexp",) if case.direction == "forward" else ()))
     arrays |= {NAME: WEIGHTS}
-    found = emulate(problem, plan, machine_code(plan).ptx, arrays, seed=7, block=block, outputs=outputs, is_eager=False)
+    results = emulate(
+        problem, plan, machine_code(plan).ptx, arrays, seed=7, block=block, outputs=outputs, is_eager=False
+    )
     for name, truth in expected.items():
-        error = np.linalg.norm(found[name].astype(np.float64) - truth)
+        error = np.linalg.norm(results[name].astype(np.float64) - truth)
         assert error < ERROR * np.linalg.norm(truth), name

@@ -95,17 +95,24 @@ def opened_library(problems: Sequence[AnyProblem], kernels: Kernels, folder: Pat
     host.close(device)
 
 
-@pytest.mark.parametrize("case", [*CASES, MHA], ids=lambda case: case.line.replace(" ", "_"))
-def test_library_is_right(case: Case, opened: Opened, kernels: Kernels, gpu: driver.Device) -> None:
-    """Against float64, into outputs of NaN, in exported and in other sizes."""
+def assert_right(case: Case, opened: Opened, source: Any) -> None:
+    """Asserts that a call of the library gives the results in float64.
+
+    source: the kernels of the plan whose workspace the call has
+    """
     expected = guarded_check.expect(case)
-    source = kernels if case == MHA else opened.bundle
     with guarded_case(case, expected, source) as guarded:
         guarded.reset()
         opened.launch(case, guarded)
         driver.synchronise(0)
-        found = guarded_check.ratios(case, expected, guarded.read())
-    assert all(ratio <= 1 for ratio in found.values()), found
+        ratios = guarded_check.ratios(case, expected, guarded.read())
+    assert all(ratio <= 1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("case", [*CASES, MHA], ids=lambda case: case.line.replace(" ", "_"))
+def test_library_is_right(case: Case, opened: Opened, kernels: Kernels, gpu: driver.Device) -> None:
+    """Against float64, into outputs of NaN, in exported and in other sizes."""
+    assert_right(case, opened, kernels if case == MHA else opened.bundle)
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +133,7 @@ def test_codes_and_latent_caches_are_right(case: Case, opened_codes: Opened, gpu
     """As `test_library_is_right`."""
     if _is_for_sm90(case) and gpu.compute_capability != (9, 0):
         pytest.skip(f"{gpu.name} does not run the kernels of e4m3 operands and of latent caches of codes")
-    expected = guarded_check.expect(case)
-    with guarded_case(case, expected, opened_codes.bundle) as guarded:
-        guarded.reset()
-        opened_codes.launch(case, guarded)
-        driver.synchronise(0)
-        found = guarded_check.ratios(case, expected, guarded.read())
-    assert all(ratio <= 1 for ratio in found.values()), found
+    assert_right(case, opened_codes, opened_codes.bundle)
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +149,7 @@ def opened_masks(kernels: Kernels, gpu: driver.Device, tmp_path_factory: pytest.
 @pytest.mark.parametrize("case", RANGED, ids=lambda case: case.line.replace(" ", "_"))
 def test_ranges_of_keys_are_right(case: Case, opened_masks: Opened, gpu: driver.Device) -> None:
     """As `test_library_is_right`."""
-    expected = guarded_check.expect(case)
-    with guarded_case(case, expected, opened_masks.bundle) as guarded:
-        guarded.reset()
-        opened_masks.launch(case, guarded)
-        driver.synchronise(0)
-        found = guarded_check.ratios(case, expected, guarded.read())
-    assert all(ratio <= 1 for ratio in found.values()), found
+    assert_right(case, opened_masks, opened_masks.bundle)
 
 
 @pytest.mark.parametrize("case", BLOCKED, ids=lambda case: case.name)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.errors import NotSupported
 from cutlass_py_attn.launch.build import Build
@@ -19,14 +18,6 @@ from tests.support.refusals import expect_raised
 
 B, S, H, D = 2, 200, 4, 64
 ROLES = ("ranges", "lists", "order")
-
-
-@pytest.fixture
-def built(driver_log: FakeDriver) -> list[Build]:
-    """The Builds whose kernels calls ask for, from the first on."""
-    calls._repeated.clear()
-    calls._prepared.clear()
-    return []
 
 
 def operands(*more: str) -> list[InterfaceArray]:

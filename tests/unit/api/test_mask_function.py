@@ -9,7 +9,6 @@ import numpy.typing as npt
 import pytest
 
 from cutlass_py_attn import BlockSparse, Causal, Full, KeyRanges, MaskFunction, NotSupported
-from cutlass_py_attn.api import calls
 from cutlass_py_attn.api.attention import attention_backward, attention_forward
 from cutlass_py_attn.launch.build import Build
 from tests.support.fake_driver import FakeDriver
@@ -102,14 +101,6 @@ def test_rows_that_see_nothing() -> None:
 # Kernels, whose launches a fake driver records
 
 S, H, D = 200, 4, 64
-
-
-@pytest.fixture
-def built(driver_log: FakeDriver) -> list[Build]:
-    """The Builds whose kernels calls ask for, from the first on."""
-    calls._repeated.clear()
-    calls._prepared.clear()
-    return []
 
 
 def operands(*more: str) -> list[InterfaceArray]:
